@@ -816,9 +816,10 @@ def parse_args(argv: list[str] | None):
     except SystemExit as stop:
         if not stop.code:  # --help
             raise
-        lines = [line.strip("│ ") for line in box.getvalue().splitlines() if line.startswith("│")]
-        message = " ".join(itertools.takewhile(lambda line: not line.startswith("───"), lines))
-        near = re.findall(r"Perhaps you meant: +(--[\w-]+)", " ".join(lines).replace("─", ""))
+        lines = [re.sub("[│╭╮╰╯─]|-{4,}", "", line).strip() for line in box.getvalue().splitlines()]
+        below_title = itertools.dropwhile(lambda line: not line, lines[1:])
+        message = " ".join(itertools.takewhile(bool, below_title))
+        near = re.findall(r"Perhaps you meant: +(--[\w-]+)", " ".join(lines))
         refuse(message + (f"; did you mean {near[0]}?" if near else "") + " (--help lists all flags)")
 
 
@@ -833,7 +834,7 @@ def check_args(args) -> None:
     if args.env_id not in games:
         plain = re.sub(r"^ALE/|(NoFrameskip|Deterministic)?(-ram)?(-v\d+)?$", "", args.env_id).lower()
         by_name = {game.removesuffix("-v5").lower(): game for game in games}
-        near = [by_name[name] for name in difflib.get_close_matches(plain, by_name, n=3, cutoff=0.5)]
+        near = [by_name[name] for name in difflib.get_close_matches(plain, by_name, n=3, cutoff=0.7)]
         hint = f"did you mean {' or '.join(near)}?" if near else "allowed are envpool's Atari games, such as Pong-v5"
         refuse(f"--env-id {args.env_id}: {hint}")
 

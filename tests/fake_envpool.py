@@ -241,7 +241,7 @@ class Catch(FakeEnvPool):
 
     num_actions = 6
     full_lives = 3
-    best_return = 5.0  # every ball can be caught: the farthest is 4 columns off the paddle, and has 4 rows or more to fall
+    best_return = 5.0  # every ball can be caught: it is at most 4 columns off the paddle, with 4 rows or more to fall
     size = 7
     width = 3
     balls = 5

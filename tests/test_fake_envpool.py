@@ -409,6 +409,14 @@ def test_catch_rewards_only_at_the_bottom_and_shows_the_outcome():
     assert (reward > 0).any() and (reward < 0).any()
 
 
+def test_catch_environments_fall_out_of_step():
+    env = make_fake(Catch, num_envs=8)
+    log = record(env, 100, oracle)
+    assert len(set(env.ball_row.tolist())) > 1
+    some_done = log["terminated"].any(axis=1) & ~log["terminated"].all(axis=1)
+    assert some_done.any()
+
+
 def test_catch_actions_of_one_effect_tie():
     def frames(actions_of_effect):
         rng = np.random.default_rng(0)

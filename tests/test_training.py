@@ -331,8 +331,9 @@ def test_nothing_is_read_back_inside_the_learning_loop(script, run, monkeypatch)
     """The number of reads that the script itself makes does not grow with the number of minibatches."""
     counts = []
     for name in ("item", "tolist", "cpu", "numpy", "__float__", "__int__", "__bool__"):
+        read = getattr(torch.Tensor, name)
 
-        def counted(tensor, read=getattr(torch.Tensor, name)):
+        def counted(tensor, read=read):
             counts[-1] += sys._getframe(1).f_code.co_filename == script.__file__
             return read(tensor)
 

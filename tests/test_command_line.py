@@ -1,0 +1,247 @@
+"""What the command line accepts and refuses.
+
+A refusal is exit code 2 and one or two lines that name the flag, the value and what is allowed; it comes before envpool
+is called, which crashes the process on some of these values.
+"""
+
+import dataclasses
+import importlib.util
+import itertools
+import sys
+
+import envpool
+import pytest
+import torch
+
+
+@pytest.fixture
+def refusal(script, monkeypatch, capsys, tmp_path):
+    """refusal(*flags) -> the lines that a refused command line prints."""
+
+    def never(*args, **kwargs):
+        raise AssertionError("envpool was called")
+
+    monkeypatch.setattr(envpool, "make", never)
+
+    def refusal(*flags):
+        with pytest.raises(SystemExit) as stop:
+            script.main(["--runs-dir", str(tmp_path), *flags])
+        out, err = capsys.readouterr()
+        assert stop.value.code == 2
+        assert out == "" and "Traceback" not in err and 1 <= len(err.splitlines()) <= 2
+        return err
+
+    return refusal
+
+
+def accepted(script, *flags):
+    args = script.parse_args(list(flags))
+    script.check_args(args)
+    return args
+
+
+def steps_flag(script):
+    return "--num-steps" if script.__name__ == "pqn_fixed_atari" else "--num-steps-min"
+
+
+@pytest.mark.parametrize(
+    ("flag", "values", "allowed"),
+    [
+        ("--total-timesteps", ["0", "-5"], "1 or more"),
+        ("--num-envs", ["0", "-1"], "1 or more"),
+        ("--num-minibatches", ["0", "-4"], "1 or more"),
+        ("--update-epochs", ["0"], "1 or more"),
+        ("--divergence-interval", ["0"], "1 or more"),
+        ("--divergence-states", ["0"], "1 or more"),
+        ("--divergence-window", ["0"], "1 or more"),
+        ("--env-threads", ["-1"], "0 or more"),  # envpool aborts on it
+        ("--torch-threads", ["-1"], "0 or more"),
+        ("--eval-episodes", ["-10"], "0 or more"),
+        ("--seed", ["-1", "4294967296"], "0 to 4294967295"),
+        ("--learning-rate", ["0", "-1", "nan", "inf"], "above 0"),
+        ("--max-grad-norm", ["0", "nan", "inf"], "above 0"),
+        ("--gamma", ["-0.1", "1.1", "nan"], "0 to 1"),
+        ("--q-lambda", ["-0.1", "1.1", "nan"], "0 to 1"),
+        ("--start-e", ["-0.1", "1.1", "nan"], "0 to 1"),
+        ("--end-e", ["-0.1", "1.1", "nan"], "0 to 1"),
+        ("--eval-epsilon", ["-0.1", "1.1", "nan"], "0 to 1"),
+        ("--repeat-action-probability", ["-0.1", "2", "nan"], "0 to 1"),  # envpool takes 2.0 silently
+        ("--exploration-fraction", ["0", "1.1", "nan"], "above 0"),
+        ("--eval-episodes", ["15", "101"], "multiples of 10"),
+    ],
+)
+def test_numbers_out_of_range(refusal, flag, values, allowed):
+    for value in values:
+        line = refusal(flag, value)
+        assert flag in line and allowed in line
+        assert value in line or str(float(value)) in line
+
+
+def test_rollout_length_out_of_range(script, refusal):
+    for value in ("0", "-16"):
+        line = refusal(steps_flag(script), value)
+        assert f"{steps_flag(script)} {value}" in line and "1 or more" in line
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        ("--num-steps-min 65", ["--num-steps-min 65", "64", "--num-steps-max"]),
+        ("--num-steps-min 40 --num-steps-max 39", ["--num-steps-min 40", "39"]),
+        ("--divergence-low 0.9 --divergence-high 0.1", ["--divergence-low 0.9", "--divergence-high 0.1"]),
+        ("--divergence-low 0.5 --divergence-high 0.5", ["--divergence-low 0.5", "--divergence-high 0.5"]),
+        ("--divergence-low 0", ["--divergence-low 0", "between 0 and 1"]),
+        ("--divergence-high 1", ["--divergence-high 1", "between 0 and 1"]),
+        ("--divergence-warmup 21", ["--divergence-warmup 21", "--divergence-window 20"]),
+        ("--divergence-warmup 0", ["--divergence-warmup 0", "1 or more"]),
+        ("--batch-ema 1.5", ["--batch-ema 1.5", "0 to 1"]),
+        ("--base-num-steps 0", ["--base-num-steps 0", "1 or more"]),
+    ],
+)
+@pytest.mark.parametrize("script", ["pqn_abs_atari"], indirect=True)
+def test_batch_rules_that_cannot_work(refusal, flags, named):
+    line = refusal(*flags.split())
+    assert all(text in line for text in named)
+
+
+@pytest.mark.parametrize(
+    ("env_id", "hint"),
+    [
+        ("ALE/Pong-v5", "Pong-v5"),
+        ("PongNoFrameskip-v4", "Pong-v5"),
+        ("pong-v5", "Pong-v5"),
+        ("Pong", "Pong-v5"),
+        ("Breakot-v5", "Breakout-v5"),
+        ("MsPacmanDeterministic-v4", "MsPacman-v5"),
+        ("Seaquest-ram-v5", "Seaquest-v5"),
+        ("CartPole-v1", "Atari"),
+        ("Ant-v5", None),  # an envpool id that ends in -v5 and is no Atari game
+        ("", "Atari"),
+    ],
+)
+def test_ids_of_other_kinds(refusal, env_id, hint):
+    line = refusal("--env-id", env_id)
+    assert f"--env-id {env_id}" in line and (hint or "-v5") in line
+
+
+def test_every_atari_id_of_envpool_is_accepted(script):
+    games = [game for game in ("Pong-v5", "MsPacman-v5", "Qbert-v5", "TicTacToe3d-v5", "YarsRevenge-v5")]
+    assert [accepted(script, "--env-id", game).env_id for game in games] == games
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        ("--cuda False", ["--cuda False", "--no-cuda"]),
+        ("--track True", ["--track True", "--no-track"]),
+        ("--episodic-life 0", ["--episodic-life 0", "--no-episodic-life"]),
+        ("--batch-size 4096", ["--batch-size"]),  # computed at run time: cannot be passed
+        ("--minibatch-size 1024", ["--minibatch-size"]),
+        ("--learning-rat 1", ["--learning-rat", "--learning-rate"]),
+        ("--network huge", ["--network", "huge", "base", "large", "xlarge"]),
+        ("--num-envs 2.5", ["--num-envs", "2.5", "whole"]),
+        ("--num-envs many", ["--num-envs", "many"]),
+        ("--num-envs inf", ["--num-envs", "inf"]),
+        ("--gamma high", ["--gamma", "high"]),
+        ("--num-envs", ["--num-envs"]),
+        ("Pong-v5", ["Pong-v5"]),
+        ("--num-envs 1 --num-minibatches 40", ["--num-minibatches 40", "two rows"]),
+        ("--total-timesteps 500", ["--total-timesteps 500", "less than one rollout"]),
+    ],
+)
+def test_other_mistakes(refusal, flags, named):
+    line = refusal(*flags.split())
+    assert all(text in line for text in named)
+
+
+def test_minibatches_that_would_leave_one_row(script, refusal):
+    """3 environments x 5 steps are 15 rows: 7 minibatches of two or three rows, but not 8."""
+    flags = ["--num-envs", "3", steps_flag(script), "5", "--total-timesteps", "15", "--num-minibatches"]
+    assert "allowed is up to 7" in refusal(*flags, "8")
+    assert accepted(script, *flags, "7").num_minibatches == 7
+    assert accepted(script, *flags, "4").num_minibatches == 4
+
+
+def test_cuda_asked_for_where_none_is(refusal, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert "--cuda" in refusal("--cuda")
+
+
+def test_tracking_without_wandb(refusal, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    line = refusal("--track")
+    assert "--track" in line and "pip install wandb" in line
+
+
+def test_a_runs_directory_that_cannot_be_made(script, refusal, tmp_path):
+    (tmp_path / "file").write_text("")
+    assert "--runs-dir" in refusal("--runs-dir", str(tmp_path / "file" / "runs"))
+
+
+def test_whole_numbers_in_every_spelling(script):
+    for text in ("20000000", "20_000_000", "2e7", "2.0E7"):
+        assert accepted(script, "--total-timesteps", text).total_timesteps == 20_000_000
+    assert accepted(script, "--seed", "0").seed == 0
+
+
+def test_defaults_are_the_papers_protocol(script):
+    args = accepted(script)
+    expected = {
+        "env_id": "Pong-v5", "network": "base", "total_timesteps": 20_000_000, "learning_rate": 2.5e-4,
+        "num_envs": 128, "num_minibatches": 4, "update_epochs": 2, "gamma": 0.99, "q_lambda": 0.65, "start_e": 1.0,
+        "end_e": 0.001, "exploration_fraction": 0.1, "max_grad_norm": 10.0, "divergence_interval": 50,
+        "divergence_states": 2048, "divergence_window": 20, "episodic_life": True, "reward_clip": True,
+        "repeat_action_probability": 0.0, "full_action_space": False, "eval_episodes": 100, "eval_epsilon": 0.0,
+    }  # fmt: skip
+    assert {name: getattr(args, name) for name in expected} == expected
+    if script.__name__ == "pqn_fixed_atari":
+        assert args.num_steps == 32
+    else:
+        assert (args.divergence_low, args.divergence_high, args.divergence_warmup) == (0.05, 0.95, 10)
+        assert (args.batch_ema, args.base_num_steps) == (0.9, 32)
+
+
+def test_flags_reach_the_environment(script, monkeypatch, tmp_path):
+    """What is asked for is what envpool gets."""
+    calls = []
+    monkeypatch.setattr(envpool, "make", lambda *args, **kwargs: calls.append((args, kwargs)))
+    args = accepted(
+        script,
+        *"--env-id Breakout-v5 --num-envs 5 --no-episodic-life --no-reward-clip --env-threads 3".split(),
+        *"--repeat-action-probability 0.25 --full-action-space --num-minibatches 2".split(),
+    )
+    script.make_envs(args, [7, 8, 9, 10, 11])
+    ((positional, options),) = calls
+    assert positional == ("Breakout-v5",)
+    assert options == {
+        "env_type": "gymnasium", "num_envs": 5, "seed": [7, 8, 9, 10, 11], "num_threads": 3, "episodic_life": False,
+        "reward_clip": False, "repeat_action_probability": 0.25, "full_action_space": True,
+    }  # fmt: skip
+
+
+def test_help_names_every_flag_and_unit(script, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    with pytest.raises(SystemExit) as stop:
+        script.main(["--help"])
+    text = capsys.readouterr().out
+    assert stop.value.code == 0
+    for field in dataclasses.fields(script.Args):
+        assert "--" + field.name.replace("_", "-") in text
+    assert "--no-cuda" in text and "[steps" in text
+
+
+def test_limits_cover_every_number(script):
+    """Every numeric flag has a rule, and no rule is for a flag that no script has."""
+    ruled = list(itertools.chain.from_iterable(names.split() for names, _, _ in script.LIMITS))
+    assert len(ruled) == len(set(ruled))
+    numeric = {f.name for f in dataclasses.fields(script.Args) if f.type in (int, float)}
+    assert numeric <= set(ruled)
+    modules = [importlib.import_module(name) for name in ("pqn_fixed_atari", "pqn_abs_atari")]
+    assert set(ruled) <= {field.name for module in modules for field in dataclasses.fields(module.Args)}
+
+
+def test_main_reads_sys_argv(script, refusal, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["script", "--num-envs", "0"])
+    with pytest.raises(SystemExit) as stop:
+        script.main()
+    assert stop.value.code == 2 and "--num-envs 0" in capsys.readouterr().err
