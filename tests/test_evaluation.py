@@ -153,6 +153,6 @@ def test_the_saved_model_plays_as_the_trained_one(script, monkeypatch, tmp_path)
     q_network = script.QNetwork(saved["num_actions"], saved["network"])
     q_network.load_state_dict(saved["state_dict"])
     seeds = script.environment_seeds(1, 4, "evaluation")
-    with contextlib.closing(fake_make(CueGame)("Pong-v5", env_type="gymnasium", num_envs=4, seed=seeds)) as envs:
+    with contextlib.closing(script.make_envs(script.Args(), seeds)) as envs:
         games = script.evaluate(q_network, envs, 4, games_per_env=1, epsilon=0.0, seed=1)
     assert np.mean([game["score"] for game in games]) == result["eval_return"]

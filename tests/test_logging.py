@@ -1,8 +1,10 @@
 """The run directory, TensorBoard, Weights & Biases, and what is shown on screen."""
 
 import csv
+import itertools
 import json
 import sys
+import time
 import types
 from pathlib import Path
 
@@ -21,6 +23,17 @@ def run(script, monkeypatch, tmp_path):
         return script.main([*FLAGS, "--runs-dir", str(tmp_path), *flags])
 
     return run
+
+
+@pytest.fixture
+def clock(script, monkeypatch):
+    """clock(read): the script, and it alone, sees the time that read() gives."""
+
+    def clock(read):
+        fake = types.SimpleNamespace(monotonic=read, strftime=time.strftime, gmtime=time.gmtime)
+        monkeypatch.setattr(script, "time", fake)
+
+    return clock
 
 
 def csv_rows(run_dir):
@@ -92,21 +105,21 @@ def test_the_logged_loss_is_the_mean_over_all_minibatches(script, run, monkeypat
         assert float(row["losses/q_values"]) == pytest.approx(sum(q for _, q in part) / 4, rel=1e-5, abs=1e-6)
 
 
-def test_speed_leaves_out_construction_warm_up_and_evaluation(script, run, monkeypatch):
+def test_speed_leaves_out_construction_warm_up_and_evaluation(script, run, clock, monkeypatch):
     """A clock that says when the environments were built, and which iteration was slow: only later ones count."""
-    clock = [0.0]
-    monkeypatch.setattr(script.time, "monotonic", lambda: clock[0])
+    now = [0.0]
+    clock(lambda: now[0])
     build, targets_of = script.make_envs, script.q_lambda_targets
 
     def slow_build(*args):
-        clock[0] += 1000.0
+        now[0] += 1000.0
         return build(*args)
 
     iterations = []
 
     def timed(rewards, *rest):
         iterations.append(rewards.numel())
-        clock[0] += 50.0 if len(iterations) == 1 else 2.0  # the first iteration warms up
+        now[0] += 50.0 if len(iterations) == 1 else 2.0  # the first iteration warms up
         return targets_of(rewards, *rest)
 
     monkeypatch.setattr(script, "make_envs", slow_build)
@@ -117,10 +130,9 @@ def test_speed_leaves_out_construction_warm_up_and_evaluation(script, run, monke
     assert [float(row["charts/wall_clock"]) for row in rows] == [50 + 2 * i for i in range(len(rows))]
 
 
-def test_plain_lines_where_no_terminal_is(script, run, capsys, monkeypatch):
+def test_plain_lines_where_no_terminal_is(run, clock, capsys):
     """One line every ten seconds or so, with everything a person waits for."""
-    clock = iter(range(0, 100_000, 3))  # every look at the clock is three seconds later
-    monkeypatch.setattr(script.time, "monotonic", lambda: next(clock))
+    clock(itertools.count(0, 3).__next__)  # every look at the clock is three seconds later
     run("--eval-episodes", "0", "--total-timesteps", "640")
     err = capsys.readouterr().err
     lines = [line for line in err.splitlines() if "/640 steps" in line]
@@ -136,13 +148,12 @@ def test_a_bar_on_a_terminal(run, capsys, monkeypatch):
     assert all(word in err for word in ("100%", "divergence=", "return=", "T=", "SPS=", "evaluation:", "game"))
 
 
-def test_a_slow_machine_is_told_how_long_it_will_take(run, script, capsys, monkeypatch):
+def test_a_slow_machine_is_told_how_long_it_will_take(run, clock, capsys):
     """Said when the first speed is known, if it is hours, with the way out."""
-    clock = iter(range(0, 100_000, 40))
-    monkeypatch.setattr(script.time, "monotonic", lambda: next(clock))
+    clock(itertools.count(0, 40).__next__)
     run("--eval-episodes", "0")
     assert "On a laptop" not in capsys.readouterr().err  # minutes
-    clock = iter(range(0, 10_000_000, 10_000))
+    clock(itertools.count(0, 10_000).__next__)
     run("--eval-episodes", "0")
     err = capsys.readouterr().err
     assert err.count("On a laptop") == 1 and "hours" in err
