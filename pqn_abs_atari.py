@@ -1,5 +1,5 @@
 # /// script
-# requires-python = ">=3.10"
+# requires-python = ">=3.11"
 # dependencies = [
 #     "torch==2.13.0",
 #     "numpy==2.4.6",
@@ -559,6 +559,8 @@ def evaluate(q_network: nn.Module, envs, num_envs: int, games_per_env: int, epsi
                     games.append({"environment": i, "score": score, "length": length, "fingerprint": fingerprints[i]})
                     games_left[i] -= 1
                     bar.update()
+                    if bar.disable and len(games) % 10 == 0:
+                        print(f"{len(games)} of {num_envs * games_per_env} games", file=sys.stderr)
                 fingerprints[i] = 0
             done = terminated | truncated
     return games
@@ -693,6 +695,7 @@ class RunLog:
             self.csv = csv.DictWriter(self.csv_file, ["global_step", *metrics])
             self.csv.writeheader()
         self.csv.writerow({"global_step": step, **metrics})
+        self.csv_file.flush()
         present = {tag: value for tag, value in metrics.items() if value is not None}
         for tag, value in present.items():
             self.events.add_scalar(tag, value, step)
@@ -721,7 +724,6 @@ class RunLog:
             self.last_line = now
             left = time.strftime("%H:%M:%S", time.gmtime((self.total - step) / speed))
             shown = "  ".join(f"{key} {value}" for key, value in state.items())
-            self.csv_file.flush()
             self.say(f"{step:,}/{self.total:,} steps ({step / self.total:.0%})  {shown}  left {left}")
         self.step = step
 
