@@ -468,7 +468,7 @@ def train(args: Args) -> dict:
 
         # Checkpoints, resuming and signals will have their place in this loop.
         save_model(log.run_dir / "model.pt", q_network, args)
-        report = evaluate_and_save(q_network, args, device, log) if args.eval_episodes else {"mean": math.nan}
+        report = evaluate_and_save(q_network, args, log) if args.eval_episodes else {"mean": math.nan}
     return {
         "run_dir": str(log.run_dir),
         "global_step": global_step,
@@ -537,7 +537,7 @@ def bootstrap_interval(scores, groups, draws: int = 10_000) -> list[float] | Non
     return [float(x) for x in np.percentile(sums[picks].sum(axis=1) / counts[picks].sum(axis=1), [2.5, 97.5])]
 
 
-def evaluate_and_save(q_network: nn.Module, args, device: torch.device, log: "RunLog") -> dict:
+def evaluate_and_save(q_network: nn.Module, args, log: "RunLog") -> dict:
     """The final evaluation: `eval_episodes` games under training's options, on seeds of their own; writes eval.json."""
     # DEVIATION: equal games per environment; the release averages the first 100 to finish, a bias to short games.
     num_envs = min(10, args.eval_episodes)
