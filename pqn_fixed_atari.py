@@ -254,7 +254,7 @@ class QNetwork(nn.Module):
         # DEVIATION: no LayerNorm on the Q outputs, which the release has in its larger networks: outputs of fixed mean
         # and spread cannot say that all actions are equally good, nor how good the state is.
         self.q_values = orthogonal(nn.Linear(512, num_actions))
-        self.to(memory_format=torch.channels_last)  # a fifth faster to train on a CPU
+        self.to(memory_format=torch.channels_last)  # faster to train on a CPU
 
     def forward(self, obs):
         obs = obs.to(memory_format=torch.channels_last) / 255.0
@@ -286,14 +286,15 @@ def q_lambda_targets(rewards, next_values, terminal, truncated, gamma: float, q_
 
     Exploratory actions do not cut the trace. Compare mttga/purejaxql purejaxql/pqn_atari.py.
     """
+    # DEVIATION: bootstraps where the time limit cut a game; scripts for gym's old single `done` see a game over.
+    discount = gamma * ~terminal  # (T, N)
+    trace = torch.zeros_like(rewards)  # (T, N) weight of G_{t+1}; V_{t+1} has the rest
+    trace[:-1] = q_lambda * ~(terminal | truncated)[:-1]
     targets = torch.empty_like(rewards)
-    mix = torch.zeros_like(rewards)
-    mix[:-1] = q_lambda * ~(terminal | truncated)[:-1]  # weight of G_{t+1} in row t
-    bootstrap = gamma * ~terminal
-    following = next_values[-1]
+    target = next_values[-1]  # of no weight: there is no row after the last
     for t in reversed(range(len(rewards))):
-        following = rewards[t] + bootstrap[t] * torch.lerp(next_values[t], following, mix[t])
-        targets[t] = following
+        target = rewards[t] + discount[t] * torch.lerp(next_values[t], target, trace[t])
+        targets[t] = target
     return targets
 
 
@@ -304,14 +305,16 @@ def minibatches(num_rows: int, epochs: int, num_minibatches: int, generator: tor
         yield from order.tensor_split(num_minibatches)
 
 
-def td_loss(q_values, actions, targets, weights):
-    """Mean squared error of Q(s, a) to the targets over the rows of weight 1; 0 if there is none. Also those Q(s, a).
+def td_loss(q_values, actions, targets, valid):
+    """Mean squared error of Q(s, a) to its target over the valid rows, and their mean Q(s, a); 0 where none is valid.
 
-    q_values (B, A), actions (B,) int64, targets (B,), weights (B,) float in {0, 1} -> scalar, (B,)
+    q_values (B, A) float, actions (B,) int64, targets (B,) float, valid (B,) float, 0 or 1 -> two scalars
     """
     # DEVIATION: reset rows weigh nothing; in public PQN scripts they are learnt from like transitions.
     q_taken = q_values.gather(1, actions.unsqueeze(1)).squeeze(1)
-    return (weights * (q_taken - targets) ** 2).sum() / weights.sum().clamp(min=1.0), q_taken.detach()
+    num_valid = valid.sum().clamp(min=1.0)
+    loss = (valid * (q_taken - targets) ** 2).sum() / num_valid
+    return loss, (valid * q_taken.detach()).sum() / num_valid
 
 
 # ======================================================================================================================
@@ -413,27 +416,28 @@ def train(args: Args) -> dict:
                 *(x[:T].to(device) for x in (rewards, values[1:], terminal, truncated)), args.gamma, args.q_lambda
             )
             flat_obs, flat_actions, flat_targets = obs[:T].flatten(0, 1), actions[:T].flatten(), targets.flatten()
-            weights = (~reset_row[:T]).float().flatten().to(device)  # (B,) 0 for reset rows: they are no transitions
+            valid = (~reset_row[:T]).float().flatten().to(device)  # (B,) 0 for reset rows: they are no transitions
 
-            # 3 learn: nothing is read back from the device in here
+            # 3 learn, remembering the greedy actions on some states of the rollout if divergence is to be measured
             measure = iteration % args.divergence_interval == 0
             if measure:
-                states = weights.nonzero().squeeze(1)
+                # DEVIATION: states of valid rows only; a reset row shows a game that has ended, where no action counts.
+                states = valid.nonzero().squeeze(1)
                 states = states[torch.randperm(len(states), generator=measuring_rng, device=device)]
                 states = states[: args.divergence_states]  # (M,) rows, without replacement
                 actions_before = greedy_actions(q_network, flat_obs[states])
             epochs = args.update_epochs
-            loss_sum = q_sum = torch.zeros((), device=device)
+            loss_sum, q_sum = torch.zeros(2, device=device)  # stay there: the loop reads nothing back from the device
             for rows in minibatches(T * N, epochs, args.num_minibatches, rng):
                 q_values = q_network(flat_obs[rows])
-                loss, q_taken = td_loss(q_values, flat_actions[rows], flat_targets[rows], weights[rows])
+                loss, mean_q = td_loss(q_values, flat_actions[rows], flat_targets[rows], valid[rows])
                 optimizer.zero_grad()
                 loss.backward()
                 nn.utils.clip_grad_norm_(q_network.parameters(), args.max_grad_norm)
                 optimizer.step()
-                loss_sum, q_sum = loss_sum + loss.detach(), q_sum + q_taken.mean()
-            learner_steps = epochs * args.num_minibatches
-            gradient_steps += learner_steps
+                loss_sum, q_sum = loss_sum + loss.detach(), q_sum + mean_q
+            updates = epochs * args.num_minibatches
+            gradient_steps += updates
 
             # 4 measure and adapt
             if measure:
@@ -453,8 +457,8 @@ def train(args: Args) -> dict:
                     "charts/epsilon": epsilon,
                     "charts/learning_rate": optimizer.param_groups[0]["lr"],
                     "charts/gradient_steps": gradient_steps,
-                    "losses/td_loss": loss_sum.item() / learner_steps,
-                    "losses/q_values": q_sum.item() / learner_steps,
+                    "losses/td_loss": loss_sum.item() / updates,
+                    "losses/q_values": q_sum.item() / updates,
                     "abs/behavioral_divergence": divergences[-1] if measure else None,
                     "abs/divergence_mean": divergence_mean,
                     "abs/rollout_length": T,
@@ -533,8 +537,11 @@ def bootstrap_interval(scores, groups, draws: int = 10_000) -> list[float] | Non
     sums, counts = np.bincount(groups, scores), np.bincount(groups)
     if len(sums) < 2:
         return None
-    picks = np.random.default_rng(0).integers(len(sums), size=(draws, len(sums)))
-    return [float(x) for x in np.percentile(sums[picks].sum(axis=1) / counts[picks].sum(axis=1), [2.5, 97.5])]
+    random, means = np.random.default_rng(0), np.empty(draws)
+    for draw in range(draws):
+        picks = random.integers(len(sums), size=len(sums))
+        means[draw] = sums[picks].sum() / counts[picks].sum()
+    return [float(bound) for bound in np.percentile(means, [2.5, 97.5])]
 
 
 def evaluate_and_save(q_network: nn.Module, args, log: "RunLog") -> dict:
@@ -555,7 +562,10 @@ def evaluate_and_save(q_network: nn.Module, args, log: "RunLog") -> dict:
         "std": float(np.std(scores)),
         "interval_95": bootstrap_interval(scores, prints),
         "protocol": {
+            "training_steps": log.step,
             "epsilon": args.eval_epsilon,
+            "episodic_life": args.episodic_life,
+            "longest_game_steps": 27_000,
             "environments": num_envs,
             "games_per_environment": args.eval_episodes // num_envs,
             "repeat_action_probability": args.repeat_action_probability,
@@ -611,15 +621,15 @@ class RunLog:
         self.run_dir = Path(args.runs_dir) / name
         self.run_dir.mkdir(parents=True)
         (self.run_dir / "args.json").write_text(json.dumps(asdict(args), indent=1) + "\n")
-        self.total, self.step = args.total_timesteps, 0
-        self.csv_file = (self.run_dir / "metrics.csv").open("w", newline="")
-        self.csv = None  # begins with the first line, whose keys are the columns
-        self.events = SummaryWriter(str(self.run_dir))
         self.wandb = None
         if args.track:
             import wandb
 
             self.wandb = wandb.init(project="adaptive-batch-scaling", name=name, config=asdict(args))
+        self.total, self.step = args.total_timesteps, 0
+        self.csv_file = (self.run_dir / "metrics.csv").open("w", newline="")
+        self.csv = None  # begins with the first line, whose keys are the columns
+        self.events = SummaryWriter(str(self.run_dir))
         self.on_cpu = not (args.cuda and torch.cuda.is_available())
         self.bar = tqdm(total=self.total, unit="step", unit_scale=True, smoothing=0.02) if sys.stderr.isatty() else None
         self.say(f"run directory: {self.run_dir}")
@@ -680,7 +690,7 @@ class RunLog:
             self.bar.update(step - self.step)
         elif now - self.last_line >= 10 and speed:
             self.last_line = now
-            left = time.strftime("%H:%M:%S", time.gmtime((self.total - step) / speed))
+            left = tqdm.format_interval((self.total - step) / speed)
             shown = "  ".join(f"{key} {value}" for key, value in state.items())
             self.say(f"{step:,}/{self.total:,} steps ({step / self.total:.0%})  {shown}  left {left}")
         self.step = step
@@ -709,12 +719,16 @@ def announce(args, device: torch.device) -> None:
 
 LIMITS = (  # (flags, what is allowed, test); flags that a script lacks are passed over
     (
-        "total_timesteps num_envs num_steps num_steps_min base_num_steps num_minibatches update_epochs "
-        "divergence_interval divergence_states divergence_window divergence_warmup",
-        "1 or more",
-        lambda x: x >= 1,
+        "num_envs base_num_steps num_minibatches update_epochs divergence_interval divergence_states "
+        "divergence_window divergence_warmup",
+        "1 to 1000000",
+        lambda x: 1 <= x <= 10**6,
     ),
-    ("num_steps_max env_threads torch_threads eval_episodes", "0 or more", lambda x: x >= 0),
+    # 2 or more: a rollout of one step may hold nothing but reset rows, and then no state to measure divergence on.
+    ("num_steps num_steps_min", "2 to 1000000", lambda x: 2 <= x <= 10**6),
+    ("num_steps_max eval_episodes", "0 to 1000000", lambda x: 0 <= x <= 10**6),
+    ("env_threads torch_threads", "0 to 1024", lambda x: 0 <= x <= 1024),
+    ("total_timesteps", "1 to 1e12", lambda x: 1 <= x <= 10**12),
     ("seed", "0 to 4294967295", lambda x: 0 <= x < 2**32),
     ("learning_rate max_grad_norm", "a finite number above 0", lambda x: 0 < x < math.inf),
     ("gamma q_lambda start_e end_e eval_epsilon repeat_action_probability batch_ema", "0 to 1", lambda x: 0 <= x <= 1),
@@ -748,10 +762,13 @@ def whole_number(text: str) -> int:
 def parse_args(argv: list[str] | None):
     """Args from the command line; what tyro refuses ends with its message on one line and exit code 2."""
     argv = sys.argv[1:] if argv is None else list(argv)
-    switches = {flag(field.name) for field in fields(Args) if field.type in (bool, "bool")}
-    for switch, value in itertools.pairwise(argv):
-        if switch in switches and not value.startswith("-"):
-            refuse(f"{switch} {value}: a switch takes no value; write {switch} or {switch.replace('--', '--no-', 1)}")
+    switches = {field.name for field in fields(Args) if field.type is bool}
+    for this, following in itertools.pairwise([*argv, "-"]):
+        given, has_value = this.partition("=")[:2]
+        name = given.replace("_", "-").removeprefix("--no-").removeprefix("--").replace("-", "_")
+        if given.startswith("--") and name in switches and (has_value or not following.startswith("-")):
+            shown = this if has_value else f"{this} {following}"
+            refuse(f"{shown}: a switch takes no value; write {flag(name)} or {flag('no_' + name)}")
     if "--cuda" in argv and not torch.cuda.is_available():
         refuse("--cuda: torch finds no GPU here; leave the flag away to run on the CPU")
 
@@ -779,8 +796,8 @@ def parse_args(argv: list[str] | None):
         lines = [re.sub("[│╭╮╰╯─]|-{4,}", "", line).strip() for line in box.getvalue().splitlines()]
         below_title = itertools.dropwhile(lambda line: not line, lines[1:])
         message = " ".join(itertools.takewhile(bool, below_title))
-        near = re.findall(r"Perhaps you meant: +(--[\w-]+)", " ".join(lines))
-        refuse(message + (f"; did you mean {near[0]}?" if near else "") + " (--help lists all flags)")
+        near = [line.split()[0] for line in lines if line.startswith("--")] if "Unrecognized" in message else []
+        refuse(message + (f"; did you mean {' or '.join(near)}?" if near else "") + " (--help lists all flags)")
 
 
 def check_args(args) -> None:
@@ -816,12 +833,24 @@ def check_args(args) -> None:
     if args.eval_episodes > 10 and args.eval_episodes % 10:
         refuse(f"--eval-episodes {args.eval_episodes}: games are shared out equally over 10 environments; "
                f"allowed are 0 to 10 and multiples of 10, such as {args.eval_episodes // 10 * 10}")  # fmt: skip
-    if args.track and importlib.util.find_spec("wandb") is None:
+    wandb = importlib.util.find_spec("wandb")
+    if args.track and (wandb is None or wandb.origin is None):  # no origin: a mere folder of that name
         refuse("--track: Weights & Biases is not installed; pip install wandb, or leave the flag away")
+    needed = (longest + 1) * args.num_envs * 4 * 84 * 84 / 2**30  # [GiB]
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    if args.cuda and torch.cuda.is_available():
+        memory = torch.cuda.get_device_properties(0).total_memory / 2**30
+    if needed > memory:
+        refuse(f"--num-envs {args.num_envs}: rollouts of up to {longest} steps take {needed:,.0f} GiB, and there are "
+               f"{memory:,.0f}; take fewer environments or shorter rollouts")  # fmt: skip
+    if not args.runs_dir:
+        refuse("--runs-dir: allowed is the name of a directory, not an empty one")
     try:
         Path(args.runs_dir).mkdir(parents=True, exist_ok=True)
     except OSError as error:
         refuse(f"--runs-dir {args.runs_dir}: cannot be made: {error.strerror}")
+    if not os.access(args.runs_dir, os.W_OK | os.X_OK):
+        refuse(f"--runs-dir {args.runs_dir}: cannot be written to; choose a directory of yours")
 
 
 # ======================================================================================================================

@@ -6,6 +6,7 @@ Also prints, for each run, the mean raw score of its last 20 training games at s
 """
 
 import csv
+import itertools
 import sys
 from collections import deque
 from dataclasses import dataclass
@@ -56,7 +57,7 @@ def running_return(rows: list[dict], games: int) -> tuple[list[int], list[float]
 
 def main(args: Args) -> None:
     figure, (top, middle, bottom) = plt.subplots(3, 1, figsize=(7, 7.5), sharex=True, layout="constrained")
-    for run, colour in zip(args.runs, COLOURS):
+    for run, colour in zip(args.runs, itertools.cycle(COLOURS)):
         label, _, path = run.partition("=")
         with open(path, newline="") as file:
             rows = list(csv.DictReader(file))

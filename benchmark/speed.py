@@ -20,7 +20,6 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import envpool
 import numpy as np
 import torch
 import tyro
@@ -61,7 +60,7 @@ def per_second(work, amount: int, seconds: float = 4.0) -> float:
 
 def measure_parts(args: Args, envs, q_network) -> dict:
     """e, f and t, each at the batch size that the script has there."""
-    actions = np.random.default_rng(0).integers(envs.action_space.n, size=args.num_envs)
+    random = np.random.default_rng(0)
     rows = args.num_envs * args.num_steps // args.num_minibatches
     obs = torch.randint(0, 256, (max(rows, args.num_envs), 4, 84, 84), dtype=torch.uint8)
 
@@ -74,7 +73,7 @@ def measure_parts(args: Args, envs, q_network) -> dict:
         q_network(obs[:rows]).square().mean().backward()
 
     return {
-        "e": per_second(lambda: envs.step(actions), args.num_envs),
+        "e": per_second(lambda: envs.step(random.integers(envs.action_space.n, size=args.num_envs)), args.num_envs),
         "f": per_second(forward, args.num_envs),
         "t": per_second(forward_backward, rows),
     }
@@ -91,7 +90,7 @@ def run_script(args: Args, script: str, runs_dir: str) -> dict:
         command += ["--" + name.replace("_", "-"), str(getattr(args, name))]
     total = args.num_envs * args.num_steps * args.iterations
     command += ["--total-timesteps", str(total), "--eval-episodes", "0", "--no-cuda", "--runs-dir", runs_dir]
-    process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+    process = subprocess.Popen(command)
     _, status, usage = os.wait4(process.pid, 0)
     if status:
         raise SystemExit(f"failed: {' '.join(command)}")
@@ -104,11 +103,10 @@ def run_script(args: Args, script: str, runs_dir: str) -> dict:
 
 def main(args: Args) -> None:
     torch.manual_seed(0)
-    envs = envpool.make(
-        args.env_id, env_type="gymnasium", num_envs=args.num_envs, num_threads=min(os.cpu_count() or 1, args.num_envs)
-    )
+    script = importlib.import_module("pqn_fixed_atari")
+    envs = script.make_envs(script.Args(env_id=args.env_id), list(range(args.num_envs)))
     envs.reset()
-    q_network = importlib.import_module("pqn_fixed_atari").QNetwork(int(envs.action_space.n))
+    q_network = script.QNetwork(int(envs.action_space.n))
     results = []
     with tempfile.TemporaryDirectory() as runs_dir:
         for _ in range(args.rounds):

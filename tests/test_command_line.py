@@ -7,8 +7,11 @@ is called, which crashes the process on some of these values.
 import dataclasses
 import importlib.util
 import itertools
+import os
 import sys
+import types
 
+import ale_py.roms
 import envpool
 import pytest
 import torch
@@ -34,10 +37,16 @@ def refusal(script, monkeypatch, capsys, tmp_path):
     return refusal
 
 
-def accepted(script, *flags):
-    args = script.parse_args(list(flags))
-    script.check_args(args)
-    return args
+@pytest.fixture
+def accepted(script, tmp_path):
+    """accepted(*flags) -> the Args of a command line that is fine."""
+
+    def accepted(*flags):
+        args = script.parse_args(["--runs-dir", str(tmp_path), *flags])
+        script.check_args(args)
+        return args
+
+    return accepted
 
 
 def steps_flag(script):
@@ -47,16 +56,16 @@ def steps_flag(script):
 @pytest.mark.parametrize(
     ("flag", "values", "allowed"),
     [
-        ("--total-timesteps", ["0", "-5"], "1 or more"),
-        ("--num-envs", ["0", "-1"], "1 or more"),
-        ("--num-minibatches", ["0", "-4"], "1 or more"),
-        ("--update-epochs", ["0"], "1 or more"),
-        ("--divergence-interval", ["0"], "1 or more"),
-        ("--divergence-states", ["0"], "1 or more"),
-        ("--divergence-window", ["0"], "1 or more"),
-        ("--env-threads", ["-1"], "0 or more"),  # envpool aborts on it
-        ("--torch-threads", ["-1"], "0 or more"),
-        ("--eval-episodes", ["-10"], "0 or more"),
+        ("--total-timesteps", ["0", "-5", "1000000000001"], "1 to 1e12"),
+        ("--num-envs", ["0", "-1", "1000001"], "1 to 1000000"),
+        ("--num-minibatches", ["0", "-4", "1000001"], "1 to 1000000"),
+        ("--update-epochs", ["0", "1000001"], "1 to 1000000"),
+        ("--divergence-interval", ["0", "1000001"], "1 to 1000000"),
+        ("--divergence-states", ["0", "1000001"], "1 to 1000000"),
+        ("--divergence-window", ["0", "1000001"], "1 to 1000000"),
+        ("--env-threads", ["-1", "1025"], "0 to 1024"),  # envpool aborts on -1
+        ("--torch-threads", ["-1", "2147483648"], "0 to 1024"),
+        ("--eval-episodes", ["-10", "1000010"], "0 to 1000000"),
         ("--seed", ["-1", "4294967296"], "0 to 4294967295"),
         ("--learning-rate", ["0", "-1", "nan", "inf"], "above 0"),
         ("--max-grad-norm", ["0", "nan", "inf"], "above 0"),
@@ -78,9 +87,9 @@ def test_numbers_out_of_range(refusal, flag, values, allowed):
 
 
 def test_rollout_length_out_of_range(script, refusal):
-    for value in ("0", "-16"):
+    for value in ("0", "-16", "1", "1000001"):
         line = refusal(steps_flag(script), value)
-        assert f"{steps_flag(script)} {value}" in line and "1 or more" in line
+        assert f"{steps_flag(script)} {value}" in line and "2 to 1000000" in line
 
 
 @pytest.mark.parametrize(
@@ -93,9 +102,12 @@ def test_rollout_length_out_of_range(script, refusal):
         ("--divergence-low 0", ["--divergence-low 0", "between 0 and 1"]),
         ("--divergence-high 1", ["--divergence-high 1", "between 0 and 1"]),
         ("--divergence-warmup 21", ["--divergence-warmup 21", "--divergence-window 20"]),
-        ("--divergence-warmup 0", ["--divergence-warmup 0", "1 or more"]),
+        ("--divergence-warmup 0", ["--divergence-warmup 0", "1 to 1000000"]),
         ("--batch-ema 1.5", ["--batch-ema 1.5", "0 to 1"]),
-        ("--base-num-steps 0", ["--base-num-steps 0", "1 or more"]),
+        ("--num-steps-max 1e9", ["--num-steps-max 1000000000", "0 to 1000000"]),
+        ("--num-steps-max 1e6", ["--num-envs 128", "GiB"]),
+        ("--num-steps 32", ["--num-steps", "--num-steps-min", "--num-steps-max"]),  # the other script's flag
+        ("--base-num-steps 0", ["--base-num-steps 0", "1 to 1000000"]),
     ],
 )
 @pytest.mark.parametrize("script", ["pqn_abs_atari"], indirect=True)
@@ -107,26 +119,29 @@ def test_batch_rules_that_cannot_work(refusal, flags, named):
 @pytest.mark.parametrize(
     ("env_id", "hint"),
     [
-        ("ALE/Pong-v5", "Pong-v5"),
-        ("PongNoFrameskip-v4", "Pong-v5"),
-        ("pong-v5", "Pong-v5"),
-        ("Pong", "Pong-v5"),
-        ("Breakot-v5", "Breakout-v5"),
-        ("MsPacmanDeterministic-v4", "MsPacman-v5"),
-        ("Seaquest-ram-v5", "Seaquest-v5"),
-        ("CartPole-v1", "Atari"),
-        ("Ant-v5", None),  # an envpool id that ends in -v5 and is no Atari game
-        ("", "Atari"),
+        ("ALE/Pong-v5", "did you mean Pong-v5?"),
+        ("PongNoFrameskip-v4", "did you mean Pong-v5?"),
+        ("pong-v5", "did you mean Pong-v5?"),
+        ("Pong", "did you mean Pong-v5?"),
+        ("Breakot-v5", "did you mean Breakout-v5?"),
+        ("MsPacmanDeterministic-v4", "did you mean MsPacman-v5"),
+        ("Seaquest-ram-v5", "did you mean Seaquest-v5?"),
+        ("CartPole-v1", "allowed are envpool's Atari games"),
+        ("Ant-v5", "allowed are envpool's Atari games"),  # an envpool id that ends in -v5 and is no Atari game
+        ("", "allowed are envpool's Atari games"),
     ],
 )
 def test_ids_of_other_kinds(refusal, env_id, hint):
-    line = refusal("--env-id", env_id)
-    assert f"--env-id {env_id}" in line and (hint or "-v5") in line
+    assert f"--env-id {env_id}: {hint}" in refusal("--env-id", env_id)
 
 
-def test_every_atari_id_of_envpool_is_accepted(script):
-    games = [game for game in ("Pong-v5", "MsPacman-v5", "Qbert-v5", "TicTacToe3d-v5", "YarsRevenge-v5")]
-    assert [accepted(script, "--env-id", game).env_id for game in games] == games
+def test_every_atari_game_of_envpool_is_accepted(script, tmp_path):
+    """All ROMs of ale-py under their envpool names, but for the four that envpool has not."""
+    roms = set(ale_py.roms.get_all_rom_ids()) - {"combat", "joust", "maze_craze", "warlords"}
+    games = ["".join(part.capitalize() for part in rom.split("_")) + "-v5" for rom in sorted(roms)]
+    assert len(games) == 104
+    for game in games:
+        script.check_args(script.Args(env_id=game, runs_dir=str(tmp_path)))
 
 
 @pytest.mark.parametrize(
@@ -135,6 +150,11 @@ def test_every_atari_id_of_envpool_is_accepted(script):
         ("--cuda False", ["--cuda False", "--no-cuda"]),
         ("--track True", ["--track True", "--no-track"]),
         ("--episodic-life 0", ["--episodic-life 0", "--no-episodic-life"]),
+        ("--cuda=False", ["--cuda=False", "--no-cuda"]),
+        ("--no-cuda=True", ["--no-cuda=True", "--no-cuda"]),
+        ("--no-cuda False", ["--no-cuda False", "--cuda"]),
+        ("--episodic_life False", ["--episodic_life False", "--no-episodic-life"]),
+        ("--seed 2 --track true", ["--track true", "--no-track"]),
         ("--batch-size 4096", ["--batch-size"]),  # computed at run time: cannot be passed
         ("--minibatch-size 1024", ["--minibatch-size"]),
         ("--learning-rat 1", ["--learning-rat", "--learning-rate"]),
@@ -154,12 +174,12 @@ def test_other_mistakes(refusal, flags, named):
     assert all(text in line for text in named)
 
 
-def test_minibatches_that_would_leave_one_row(script, refusal):
+def test_minibatches_that_would_leave_one_row(script, refusal, accepted):
     """3 environments x 5 steps are 15 rows: 7 minibatches of two or three rows, but not 8."""
     flags = ["--num-envs", "3", steps_flag(script), "5", "--total-timesteps", "15", "--num-minibatches"]
     assert "allowed is up to 7" in refusal(*flags, "8")
-    assert accepted(script, *flags, "7").num_minibatches == 7
-    assert accepted(script, *flags, "4").num_minibatches == 4
+    assert accepted(*flags, "7").num_minibatches == 7
+    assert accepted(*flags, "4").num_minibatches == 4
 
 
 def test_cuda_asked_for_where_none_is(refusal, monkeypatch):
@@ -167,25 +187,34 @@ def test_cuda_asked_for_where_none_is(refusal, monkeypatch):
     assert "--cuda" in refusal("--cuda")
 
 
-def test_tracking_without_wandb(refusal, monkeypatch):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+@pytest.mark.parametrize("found", [None, types.SimpleNamespace(origin=None)])  # nothing; a folder called wandb
+def test_tracking_without_wandb(refusal, monkeypatch, found):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: found)
     line = refusal("--track")
     assert "--track" in line and "pip install wandb" in line
 
 
 def test_a_runs_directory_that_cannot_be_made(script, refusal, tmp_path):
     (tmp_path / "file").write_text("")
-    assert "--runs-dir" in refusal("--runs-dir", str(tmp_path / "file" / "runs"))
+    assert "cannot be made" in refusal("--runs-dir", str(tmp_path / "file" / "runs"))
+    assert "--runs-dir" in refusal("--runs-dir", "")
+    assert "--runs-dir" in refusal("--runs-dir=")
 
 
-def test_whole_numbers_in_every_spelling(script):
+def test_a_runs_directory_that_cannot_be_written_to(refusal, monkeypatch, tmp_path):
+    """As root every directory can be, so os.access is asked to say what it says to others."""
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    assert "cannot be written to" in refusal("--runs-dir", str(tmp_path))
+
+
+def test_whole_numbers_in_every_spelling(accepted):
     for text in ("20000000", "20_000_000", "2e7", "2.0E7"):
-        assert accepted(script, "--total-timesteps", text).total_timesteps == 20_000_000
-    assert accepted(script, "--seed", "0").seed == 0
+        assert accepted("--total-timesteps", text).total_timesteps == 20_000_000
+    assert accepted("--seed", "0").seed == 0
 
 
-def test_defaults_are_the_papers_protocol(script):
-    args = accepted(script)
+def test_defaults_are_the_papers_protocol(script, accepted):
+    args = accepted()
     expected = {
         "env_id": "Pong-v5", "network": "base", "total_timesteps": 20_000_000, "learning_rate": 2.5e-4,
         "num_envs": 128, "num_minibatches": 4, "update_epochs": 2, "gamma": 0.99, "q_lambda": 0.65, "start_e": 1.0,
@@ -201,12 +230,11 @@ def test_defaults_are_the_papers_protocol(script):
         assert (args.batch_ema, args.base_num_steps) == (0.9, 32)
 
 
-def test_flags_reach_the_environment(script, monkeypatch, tmp_path):
+def test_flags_reach_the_environment(script, accepted, monkeypatch):
     """What is asked for is what envpool gets."""
     calls = []
     monkeypatch.setattr(envpool, "make", lambda *args, **kwargs: calls.append((args, kwargs)))
     args = accepted(
-        script,
         *"--env-id Breakout-v5 --num-envs 5 --no-episodic-life --no-reward-clip --env-threads 3".split(),
         *"--repeat-action-probability 0.25 --full-action-space --num-minibatches 2".split(),
     )

@@ -203,7 +203,7 @@ def test_flags_and_files_that_the_readme_names_exist():
     for script in SCRIPTS:
         fields |= {field.name for field in dataclasses.fields(importlib.import_module(script).Args)}
     switches = {"no_" + name for name in fields}
-    own = {"base", "title", "out", "runs", "games", "logdir", "rounds", "iterations", "version"}  # of other commands
+    own = {"title", "out", "runs", "logdir", "help"}  # of other commands
     for flag in re.findall(r"(?<![\w-])--([a-z][a-z-]+)", README):
         assert flag.replace("-", "_") in fields | switches | own, flag
     for path in re.findall(r"`((?:benchmark|tests)/[\w/.-]+|[\w-]+\.py|requirements\.txt)`", README):

@@ -49,7 +49,7 @@ def run(monkeypatch, tmp_path):
 
 @pytest.fixture
 def rollouts(script, monkeypatch):
-    """All arguments of every call of q_lambda_targets, the weights of its rows added: what each rollout held."""
+    """All arguments of every call of q_lambda_targets, the arguments of its losses added: what each rollout held."""
     seen = []
     targets_of, loss_of = script.q_lambda_targets, script.td_loss
 
@@ -65,9 +65,9 @@ def rollouts(script, monkeypatch):
         )
         return targets_of(rewards, next_values, terminal, truncated, gamma, q_lambda)
 
-    def td_loss(q_values, actions, targets, weights):
-        seen[-1]["losses"].append((actions.clone(), targets.clone(), weights.clone()))
-        return loss_of(q_values, actions, targets, weights)
+    def td_loss(q_values, actions, targets, valid):
+        seen[-1]["losses"].append((actions.clone(), targets.clone(), valid.clone()))
+        return loss_of(q_values, actions, targets, valid)
 
     monkeypatch.setattr(script, "q_lambda_targets", q_lambda_targets)
     monkeypatch.setattr(script, "td_loss", td_loss)
@@ -81,8 +81,8 @@ def in_order(monkeypatch, script):
     )
 
 
-def weights_of(rollout, num_envs):
-    """(T, N) weights that the loss was given in the first epoch."""
+def valid_of(rollout, num_envs):
+    """(T, N) 0 or 1, as the loss was given it in the first epoch."""
     return rollout["losses"][0][2].reshape(-1, num_envs)
 
 
@@ -97,7 +97,7 @@ def test_the_row_after_a_done_is_left_out(script, run, rollouts, monkeypatch):
     game = [Row(1), Row(1, lives=0, terminated=True), Row(1), Row(1)]
     flags = [*length_flags(script, 4), "--total-timesteps", "8"]
     run(script, ScriptedGame, *flags, scripts=[game], full_lives=3)
-    assert weights_of(rollouts[0], 2).T.tolist() == [[1, 1, 0, 1]] * 2
+    assert valid_of(rollouts[0], 2).T.tolist() == [[1, 1, 0, 1]] * 2
     assert rollouts[0]["terminal"].T.tolist() == [[False, True, False, False]] * 2
     assert rollouts[0]["rewards"].T.tolist() == [[1, 1, 0, 1]] * 2
 
@@ -107,7 +107,7 @@ def test_a_reset_row_is_carried_into_the_next_rollout(script, run, rollouts, mon
     in_order(monkeypatch, script)
     game = [Row(1), Row(1), Row(1, lives=0, terminated=True)]
     run(script, ScriptedGame, *length_flags(script, 3), "--total-timesteps", "12", scripts=[game])
-    assert [weights_of(rollout, 2).T.tolist()[0] for rollout in rollouts] == [[1, 1, 1], [0, 1, 1]]
+    assert [valid_of(rollout, 2).T.tolist()[0] for rollout in rollouts] == [[1, 1, 1], [0, 1, 1]]
 
 
 def test_a_lost_life_and_a_time_limit_make_reset_rows_too(script, run, rollouts, monkeypatch):
@@ -118,7 +118,7 @@ def test_a_lost_life_and_a_time_limit_make_reset_rows_too(script, run, rollouts,
     # life lost, reset row, cut by the limit, reset row (a new game, 3 lives), step, life lost
     assert rollout["terminal"].T.tolist()[0] == [True, False, False, False, False, True]
     assert rollout["truncated"].T.tolist()[0] == [False, False, True, False, False, False]
-    assert weights_of(rollout, 2).T.tolist()[0] == [1, 0, 1, 0, 1, 1]
+    assert valid_of(rollout, 2).T.tolist()[0] == [1, 0, 1, 0, 1, 1]
 
 
 def test_reset_rows_do_not_move_the_network(script, run, monkeypatch):
@@ -149,11 +149,11 @@ def test_a_minibatch_without_a_valid_row_is_harmless(script):
 
 def test_the_loss_is_the_mean_over_valid_rows(script):
     q_values = torch.tensor([[1.0, 9.0], [9.0, 2.0], [5.0, 9.0]])
-    loss, q_taken = script.td_loss(
+    loss, mean_q = script.td_loss(
         q_values, torch.tensor([0, 1, 0]), torch.tensor([0.0, 0.0, 99.0]), torch.tensor([1.0, 1.0, 0.0])
     )
     assert loss.item() == (1**2 + 2**2) / 2
-    assert q_taken.tolist() == [1, 2, 5]
+    assert mean_q.item() == (1 + 2) / 2
 
 
 # ----------------------------------------------------------------------------------------------------------------------
