@@ -58,7 +58,7 @@ def running_return(rows: list[dict], games: int) -> tuple[list[int], list[float]
 def main(args: Args) -> None:
     figure, (top, middle, bottom) = plt.subplots(3, 1, figsize=(7, 7.5), sharex=True, layout="constrained")
     for run, colour in zip(args.runs, itertools.cycle(COLOURS)):
-        label, _, path = run.partition("=")
+        label, _, path = run.rpartition("=")
         with open(path, newline="") as file:
             rows = list(csv.DictReader(file))
         steps, means = running_return(rows, args.games)
@@ -73,7 +73,7 @@ def main(args: Args) -> None:
             print(f"  {step:>9,} steps  {reached[-1] if reached else float('nan'):.2f}")
     top.set_ylabel(f"raw score,\nmean of last {args.games} games")
     middle.set_ylabel("Behavioral Divergence\n(dots: measured; line: mean of 20)")
-    middle.set_ylim(0, 1)
+    middle.set_ylim(-0.02, 1.05)
     bottom.set_ylabel("rollout length T\n[steps per environment]")
     bottom.set_xlabel("steps (1 step = 4 frames)")
     bottom.set_ylim(bottom=0)

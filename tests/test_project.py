@@ -46,7 +46,7 @@ def test_there_is_a_pair_to_compare():
     assert {"pqn_abs_atari", "pqn_fixed_atari"} <= set(SCRIPTS)
 
 
-@pytest.mark.parametrize(("first", "second"), itertools.combinations(SCRIPTS, 2))
+@pytest.mark.parametrize(("first", "second"), list(itertools.combinations(SCRIPTS, 2)))
 def test_copies_do_not_drift(first, second):
     """Functions and classes of one name are one text; Args fields of one name have one default and help."""
     ours, theirs = definitions(first), definitions(second)

@@ -355,7 +355,7 @@ def same_model(a, b):
     return all(torch.equal(first[name], second[name]) for name in first)
 
 
-@pytest.mark.parametrize("game", [CueGame, Catch])
+@pytest.mark.parametrize("game", [CueGame, pytest.param(Catch, marks=pytest.mark.slow)])
 def test_the_adaptive_script_held_at_32_steps_is_the_fixed_one(run, game):
     """Bit for bit: parameters, and every metric that is not a time."""
     flags = "--num-envs 4 --num-minibatches 4 --total-timesteps 640 --divergence-interval 2".split()
@@ -376,6 +376,7 @@ def test_measuring_does_not_change_the_training(script, run):
     assert sum(row["abs/behavioral_divergence"] != "" for row in metrics(never["run_dir"])) == 0
 
 
+@pytest.mark.slow
 def test_same_seed_same_run_on_the_fake_game(script, run):
     flags = [*length_flags(script, 16), "--total-timesteps", "320", "--divergence-interval", "2"]
     first, second, other = (run(script, Catch, *flags, "--seed", seed) for seed in ("3", "3", "4"))
