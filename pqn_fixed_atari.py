@@ -34,7 +34,7 @@ This is the control of pqn_abs_atari.py: `diff pqn_fixed_atari.py pqn_abs_atari.
 
     python pqn_fixed_atari.py --env-id Pong-v5
 
-Measured: see benchmark/results/ for Pong on two CPU cores. The paper's protocol (20 M steps, GPU): not yet measured.
+Measured: one run of Pong on a CPU core, 0.7 M steps, in benchmark/results/. The paper's protocol (20 M steps, GPU): not yet measured.
 """
 
 import contextlib

@@ -1,19 +1,18 @@
 """How close training comes to the bound that its parts set: 1 / (1/e + 1/f + E/t).
 
 e is raw envpool [steps/s], f the network's forward pass [observations/s], t its forward and backward pass
-[observations/s], E the epochs; all at the sizes that the script uses, measured in turn with the scripts so that a
-drifting machine favours neither side. Needs an otherwise idle machine.
+[observations/s], E the epochs. All three are measured again after every iteration of a real training run, at the sizes
+that it uses: so a machine that drifts slows both sides alike. Needs an otherwise idle machine.
 
     python benchmark/speed.py --out benchmark/results/speed.json
 """
 
-import csv
+import contextlib
 import importlib
 import json
 import os
 import platform
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -24,8 +23,7 @@ import numpy as np
 import torch
 import tyro
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 
 @dataclass(frozen=True)
@@ -40,15 +38,15 @@ class Args:
     """minibatches per epoch"""
     update_epochs: int = 2
     """E"""
-    iterations: int = 4
-    """iterations per run, of which the first is the warm-up"""
-    rounds: int = 3
-    """rounds of parts, fixed script, parts, adaptive script"""
+    iterations: int = 9
+    """iterations per script; the first is the warm-up and is not counted"""
+    seconds: float = 1.0
+    """how long each part is measured after each iteration [s]"""
     out: Path | None = None
     """JSON to write"""
 
 
-def per_second(work, amount: int, seconds: float = 4.0) -> float:
+def per_second(work, amount: int, seconds: float) -> float:
     """Units of work per second: one call to warm up, then calls for some seconds."""
     work()
     start, calls = time.perf_counter(), 0
@@ -58,86 +56,100 @@ def per_second(work, amount: int, seconds: float = 4.0) -> float:
     return amount * calls / (time.perf_counter() - start)
 
 
-def measure_parts(args: Args, envs, q_network) -> dict:
-    """e, f and t, each at the batch size that the script has there."""
-    random = np.random.default_rng(0)
-    rows = args.num_envs * args.num_steps // args.num_minibatches
-    obs = torch.randint(0, 256, (max(rows, args.num_envs), 4, 84, 84), dtype=torch.uint8)
+class Parts:
+    """What training is made of, each at the batch size that the script has there."""
 
-    def forward():
+    def __init__(self, args: Args, script):
+        self.args, self.random = args, np.random.default_rng(0)
+        self.envs = script.make_envs(script.Args(env_id=args.env_id), list(range(args.num_envs)))
+        self.envs.reset()
+        self.num_actions = int(self.envs.action_space.n)
+        self.q_network = script.QNetwork(self.num_actions)
+        self.rows = args.num_envs * args.num_steps // args.num_minibatches
+        self.obs = torch.randint(0, 256, (max(self.rows, args.num_envs), 4, 84, 84), dtype=torch.uint8)
+
+    def step(self):
+        self.envs.step(self.random.integers(self.num_actions, size=self.args.num_envs))
+
+    def forward(self):
         with torch.no_grad():
-            q_network(obs[: args.num_envs])
+            self.q_network(self.obs[: self.args.num_envs])
 
-    def forward_backward():
-        q_network.zero_grad()
-        q_network(obs[:rows]).square().mean().backward()
+    def forward_backward(self):
+        self.q_network.zero_grad()
+        self.q_network(self.obs[: self.rows]).square().mean().backward()
 
-    return {
-        "e": per_second(lambda: envs.step(random.integers(envs.action_space.n, size=args.num_envs)), args.num_envs),
-        "f": per_second(forward, args.num_envs),
-        "t": per_second(forward_backward, rows),
-    }
+    def measure(self) -> dict:
+        seconds = self.args.seconds
+        return {
+            "e": per_second(self.step, self.args.num_envs, seconds),
+            "f": per_second(self.forward, self.args.num_envs, seconds),
+            "t": per_second(self.forward_backward, self.rows, seconds),
+        }
 
 
-def run_script(args: Args, script: str, runs_dir: str) -> dict:
-    """Steps per second after the first iteration, and the peak resident memory, of one run in a process of its own."""
-    lengths = {
-        "pqn_fixed_atari": ["--num-steps", str(args.num_steps)],
-        "pqn_abs_atari": ["--num-steps-min", str(args.num_steps), "--num-steps-max", str(args.num_steps)],
-    }[script]
-    command = [sys.executable, str(ROOT / f"{script}.py"), "--env-id", args.env_id, *lengths]
-    for name in ("num_envs", "num_minibatches", "update_epochs"):
-        command += ["--" + name.replace("_", "-"), str(getattr(args, name))]
-    total = args.num_envs * args.num_steps * args.iterations
-    command += ["--total-timesteps", str(total), "--eval-episodes", "0", "--no-cuda", "--runs-dir", runs_dir]
-    process = subprocess.Popen(command)
-    _, status, usage = os.wait4(process.pid, 0)
-    if status:
-        raise SystemExit(f"failed: {' '.join(command)}")
-    newest = max(Path(runs_dir).iterdir(), key=lambda path: path.stat().st_mtime)
-    with open(newest / "metrics.csv", newline="") as file:
-        rows = list(csv.DictReader(file))
-    steps, seconds = (float(rows[-1][k]) - float(rows[0][k]) for k in ("global_step", "charts/wall_clock"))
-    return {"sps": steps / seconds, "peak_mib": usage.ru_maxrss / 1024}
+def measure_script(args: Args, name: str) -> list[dict]:
+    """e, f, t, their bound, and the steps per second of each iteration of a training run but the first."""
+    script = importlib.import_module(name)
+    parts = Parts(args, script)
+    lengths = {"num_steps": args.num_steps}
+    if name == "pqn_abs_atari":
+        lengths = {"num_steps_min": args.num_steps, "num_steps_max": args.num_steps}
+    results, resumed = [], None
+
+    class Paused(script.RunLog):
+        """Holds training after each iteration for as long as the parts are measured."""
+
+        def write(self, *metrics, **more):
+            nonlocal resumed
+            super().write(*metrics, **more)
+            elapsed = None if resumed is None else time.perf_counter() - resumed
+            measured = parts.measure()
+            if elapsed is not None:
+                bound = 1 / (1 / measured["e"] + 1 / measured["f"] + args.update_epochs / measured["t"])
+                sps = args.num_envs * args.num_steps / elapsed
+                results.append({"script": name, **measured, "bound": bound, "sps": sps, "share": sps / bound})
+            resumed = time.perf_counter()
+
+    original, script.RunLog = script.RunLog, Paused
+    try:
+        with tempfile.TemporaryDirectory() as runs_dir:
+            script.train(
+                script.Args(
+                    env_id=args.env_id, num_envs=args.num_envs, num_minibatches=args.num_minibatches,
+                    update_epochs=args.update_epochs, eval_episodes=0, cuda=False, runs_dir=runs_dir,
+                    total_timesteps=args.num_envs * args.num_steps * args.iterations, **lengths,
+                )
+            )  # fmt: skip
+    finally:
+        script.RunLog = original
+    return results
 
 
 def main(args: Args) -> None:
     torch.manual_seed(0)
-    script = importlib.import_module("pqn_fixed_atari")
-    envs = script.make_envs(script.Args(env_id=args.env_id), list(range(args.num_envs)))
-    envs.reset()
-    q_network = script.QNetwork(int(envs.action_space.n))
-    results = []
-    with tempfile.TemporaryDirectory() as runs_dir:
-        for _ in range(args.rounds):
-            for script in ("pqn_fixed_atari", "pqn_abs_atari"):
-                before = measure_parts(args, envs, q_network)
-                run = run_script(args, script, runs_dir)
-                after = measure_parts(args, envs, q_network)
-                parts = {name: (before[name] + after[name]) / 2 for name in before}
-                bound = 1 / (1 / parts["e"] + 1 / parts["f"] + args.update_epochs / parts["t"])
-                results.append({"script": script, **parts, "bound": bound, **run, "share": run["sps"] / bound})
-                print(json.dumps(results[-1]), flush=True)
-    print("\n| script | e | f | t | bound | steps/s | share of the bound (each run) | peak memory |\n|" + "---|" * 8)
-    for script in ("pqn_fixed_atari", "pqn_abs_atari"):
-        runs = [result for result in results if result["script"] == script]
-        median = {name: statistics.median(run[name] for run in runs) for name in runs[0] if name != "script"}
-        shares = ", ".join(f"{run['share']:.0%}" for run in runs)
-        print(
-            f"| {script} | {median['e']:,.0f} | {median['f']:,.0f} | {median['t']:,.0f} | {median['bound']:,.0f} "
-            f"| {median['sps']:,.0f} | {median['share']:.0%} ({shares}) | {median['peak_mib']:,.0f} MiB |"
-        )
+    results = {name: measure_script(args, name) for name in ("pqn_fixed_atari", "pqn_abs_atari")}
+    print("\n| script | e | f | t | bound | steps/s | share of the bound: median (lowest to highest) |\n|" + "---|" * 7)
+    for name, runs in results.items():
+        median = {key: statistics.median(run[key] for run in runs) for key in runs[0] if key != "script"}
+        numbers = " | ".join(f"{median[key]:,.0f}" for key in ("e", "f", "t", "bound", "sps"))
+        shares = sorted(run["share"] for run in runs)
+        print(f"| {name} | {numbers} | {median['share']:.0%} ({shares[0]:.0%} to {shares[-1]:.0%}) |")
     if args.out:
-        machine = {
-            "processor": platform.processor() or platform.machine(),
-            "cores": os.cpu_count(),
-            "torch_threads": torch.get_num_threads(),
-            "torch": torch.__version__,
+        report = {
+            "settings": {key: value for key, value in asdict(args).items() if key != "out"},
+            "machine": {
+                "processor": platform.processor() or platform.machine(),
+                "cores": os.cpu_count(),
+                "torch_threads": torch.get_num_threads(),
+                "torch": torch.__version__,
+            },
+            "iterations": [run for runs in results.values() for run in runs],
         }
-        settings = {name: value for name, value in asdict(args).items() if name != "out"}
         args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps({"settings": settings, "machine": machine, "runs": results}, indent=1) + "\n")
+        args.out.write_text(json.dumps(report, indent=1) + "\n")
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Args, description=__doc__.splitlines()[0]))
+    with contextlib.suppress(KeyboardInterrupt):
+        main(tyro.cli(Args, description=__doc__.splitlines()[0]))
