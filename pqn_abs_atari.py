@@ -37,7 +37,8 @@ The control is pqn_fixed_atari.py: `diff pqn_fixed_atari.py pqn_abs_atari.py` is
 
     python pqn_abs_atari.py --env-id Pong-v5
 
-Measured: one run of Pong on a CPU core, 0.7 M steps, in benchmark/results/. The paper's protocol (20 M steps, GPU): not yet measured.
+Measured on Pong, one CPU core, 0.7 M steps, seed 1 (benchmark/results/): +17.1 in the last 20 games, +18.7 greedy.
+The paper's protocol (20 M steps, GPU): not yet measured.
 """
 
 import contextlib

@@ -34,7 +34,8 @@ This is the control of pqn_abs_atari.py: `diff pqn_fixed_atari.py pqn_abs_atari.
 
     python pqn_fixed_atari.py --env-id Pong-v5
 
-Measured: one run of Pong on a CPU core, 0.7 M steps, in benchmark/results/. The paper's protocol (20 M steps, GPU): not yet measured.
+Measured on Pong, one CPU core, 0.7 M steps, seed 1 (benchmark/results/): -17.3 in the last 20 games, -18.3 greedy.
+The paper's protocol (20 M steps, GPU): not yet measured.
 """
 
 import contextlib
