@@ -46,5 +46,6 @@ def test_cue_game(script, learn):
 
 def test_catch(learn):
     """A reward that comes steps later, and actions of which several always do the same."""
-    result, _ = learn(Catch, "--num-envs 8 --total-timesteps 8000 --divergence-interval 2 --eval-episodes 50")
+    flags = "--num-envs 8 --gamma 0.9 --total-timesteps 10_000 --divergence-interval 2 --eval-episodes 50"
+    result, _ = learn(Catch, flags)
     assert result["eval_return"] >= 0.9 * Catch.best_return

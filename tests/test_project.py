@@ -167,8 +167,9 @@ def test_the_inline_requirements_are_those_of_requirements_txt(script):
 
 def table(heading):
     """Rows of the first table below a README heading, as lists of cells, without its head."""
-    section = re.split(r"(?m)^#+ ", README.split(f"# {heading}\n", 1)[1])[0]
-    rows = [line.strip("| ").split("|") for line in section.splitlines() if line.startswith("|")]
+    after = README.split(f"# {heading}\n", 1)[1].splitlines()
+    lines = itertools.dropwhile(lambda line: not line.startswith("|"), after)
+    rows = [line.strip("| ").split("|") for line in itertools.takewhile(lambda line: line.startswith("|"), lines)]
     return [[cell.strip() for cell in row] for row in rows[2:]]
 
 
