@@ -723,7 +723,7 @@ class RunLog:
             )
         divergence = metrics["abs/divergence_mean"]
         state = {
-            "return": f"{recent_return:.1f}",
+            "return": "-" if math.isnan(recent_return) else f"{recent_return:.1f}",
             "divergence": "-" if divergence is None else f"{divergence:.2f}",
             "T": metrics["abs/rollout_length"],
             "SPS": f"{speed or 0:.0f}",
