@@ -519,6 +519,19 @@ def test_rollout_reaches_its_maximum_and_comes_back(abs_script, run, monkeypatch
     assert all(epochs == max(2, 2 * length // 32) for length, epochs in rows)
 
 
+@pytest.mark.parametrize("network", ["base", "large", "xlarge"])
+def test_every_network_is_measured_and_adapts(abs_script, run, network):
+    """The release's switch crashes at its first measurement, and copies the wrong class for its larger networks."""
+    flags = "--num-steps-min 8 --num-steps-max 16 --divergence-interval 1 --divergence-warmup 1 --batch-ema 0"
+    result = run(abs_script, CueGame, *flags.split(), "--network", network, "--total-timesteps", "48")
+    rows = metrics(result["run_dir"])
+    assert len(rows) >= 2 and all(0 <= float(row["abs/behavioral_divergence"]) <= 1 for row in rows)
+    alpha = math.log(min(max(float(rows[0]["abs/behavioral_divergence"]), 0.05), 0.95) / 0.05) / math.log(0.95 / 0.05)
+    assert int(rows[1]["abs/rollout_length"]) == round(16 - alpha * 8)
+    saved = torch.load(f"{result['run_dir']}/model.pt", weights_only=True)
+    abs_script.QNetwork(4, network).load_state_dict(saved["state_dict"])
+
+
 def test_the_longest_rollout_follows_the_network(abs_script):
     assert abs_script.Args().rollout_lengths() == (16, 64)
     for network in ("large", "xlarge"):
