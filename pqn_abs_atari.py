@@ -4,10 +4,12 @@
 #     "torch==2.13.0",
 #     "numpy==2.4.6",
 #     "gymnasium==1.4.0",
+#     "ale-py==0.12.1",
 #     "envpool==1.2.5",
 #     "tyro==1.0.17",
 #     "tensorboard==2.21.0",
 #     "tqdm==4.70.1",
+#     "pillow==13.0.0",
 # ]
 # ///
 """PQN with Adaptive Batch Scaling (ABS) on Atari: the batch grows as the policy stops changing.
@@ -42,8 +44,11 @@ The paper's protocol (20 M steps, GPU): not yet measured.
 """
 
 import contextlib
+import copy
 import csv
 import difflib
+import errno
+import fcntl
 import importlib.util
 import io
 import itertools
@@ -51,8 +56,12 @@ import json
 import math
 import os
 import re
+import shlex
+import signal
 import sys
+import threading
 import time
+import zipfile
 import zlib
 from collections import deque
 from dataclasses import asdict, dataclass, fields
@@ -65,6 +74,8 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 import tyro
+from ale_py import Action, ALEInterface, LoggerMode, roms
+from PIL import Image, ImageDraw, ImageFont
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
@@ -148,6 +159,14 @@ class Args:
     """full games of the final evaluation, shared out equally over 10 environments; 0 skips it"""
     eval_epsilon: float = 0.0
     """share of random actions in the evaluation"""
+    capture_video: bool = False
+    """film the first evaluation game, replayed in ale-py's emulator and compared with it at every step"""
+    evaluate: str = ""
+    """a run directory, checkpoint.pt or model.pt to evaluate, without training"""
+    checkpoint_interval: int = 100_000
+    """most steps that a crash can cost (whole rollouts); 0: a checkpoint only when the run ends or is stopped"""
+    resume: str = ""
+    """a run directory or its checkpoint.pt to go on with, with its own flags; --total-timesteps may be raised"""
     runs_dir: str = "runs"
     """where the run's directory is made"""
     track: bool = False
@@ -163,14 +182,17 @@ class Args:
 # ======================================================================================================================
 
 
-def environment_seeds(seed: int, num_envs: int, purpose: Literal["training", "evaluation"]) -> list[int]:
-    """One seed per environment, unrelated between run seeds and between training and evaluation.
+def environment_seeds(
+    seed: int, num_envs: int, purpose: Literal["training", "evaluation"], first_step: int = 0
+) -> list[int]:
+    """One seed per environment, unrelated between run seeds, between training and evaluation, and after a resume.
 
     envpool gives environment i the seed s + i where it gets an integer s, so that the runs of neighbouring seeds
     would share all environments but one.
     """
     # DEVIATION: lists of unrelated seeds; public PQN scripts pass one integer, and their seeds 1 and 2 share games.
-    sequence = np.random.SeedSequence(entropy=seed, spawn_key=(["training", "evaluation"].index(purpose),))
+    key = ["training", "evaluation"].index(purpose)
+    sequence = np.random.SeedSequence(entropy=[seed, first_step], spawn_key=(key,))
     return [int(word) for word in sequence.generate_state(num_envs) >> 1]  # 31 bits: envpool's seeds are signed
 
 
@@ -381,7 +403,7 @@ def update_epochs_for(length: int, base_epochs: int, base_length: int) -> int:
 
 
 def train(args: Args) -> dict:
-    """Trains, evaluates and saves one agent in a new run directory.
+    """Trains, evaluates and saves one agent in a new run directory, or goes on with the run in `args.resume`.
 
     Returns run_dir, global_step [steps], gradient_steps, rollout_length [steps per environment], episodic_return
     (mean raw score of the last 100 full games; nan before the first) and eval_return (nan without evaluation).
@@ -396,10 +418,10 @@ def train(args: Args) -> dict:
 
     N = args.num_envs
     shortest, longest = args.rollout_lengths()
-    with (
-        contextlib.closing(make_envs(args, environment_seeds(args.seed, N, "training"))) as envs,
-        RunLog(args, Path(__file__).stem) as log,
-    ):
+    saved = load_saved("resume", args.resume)[1] if args.resume else {}  # the checkpoint to go on with
+    with on_signals(signal.SIG_DFL):  # envpool builds for seconds without letting Python hear Ctrl-C: die at once
+        envs = make_envs(args, environment_seeds(args.seed, N, "training", saved.get("global_step", 0)))
+    with contextlib.closing(envs), RunLog(args, saved) as log:
         num_actions = int(envs.action_space.n)
         q_network = QNetwork(num_actions, args.network).to(device)
         # foreach: at minibatches of 32, the CPU's default loop over parameters takes as long as the gradient itself.
@@ -413,18 +435,22 @@ def train(args: Args) -> dict:
         rewards = torch.zeros((longest, N))  # (T, N) float32
         terminal, truncated, reset_row = (torch.zeros((longest, N), dtype=torch.bool) for _ in range(3))  # (T, N) bool
 
-        length = float(shortest)
-        divergences = deque(maxlen=args.divergence_window)
-        episodes, recent_scores, num_games = EpisodeTracker(N), deque(maxlen=100), 0
-        global_step = gradient_steps = 0
-        decay_steps = args.exploration_fraction * args.total_timesteps
-        done = np.zeros(N, dtype=bool)
-        obs[0] = torch.from_numpy(envs.reset()[0])
+        iteration, global_step, gradient_steps, num_games = (
+            saved.get(name, 0) for name in ("iteration", "global_step", "gradient_steps", "num_games")
+        )
+        length = saved.get("length", float(shortest))
+        divergences = deque(saved.get("divergences", ()), maxlen=args.divergence_window)
+        recent_scores = deque(saved.get("recent_scores", ()), maxlen=100)
+        if saved:
+            restore(saved, q_network, optimizer, rng, measuring_rng)
 
-        for iteration in itertools.count(1):
-            T = round(length)
-            if global_step + T * N > args.total_timesteps:
-                break
+        # The emulators cannot be saved: in a resumed run they begin new games.
+        episodes, done = EpisodeTracker(N), np.zeros(N, dtype=bool)
+        obs[0] = torch.from_numpy(envs.reset()[0])
+        decay_steps = args.exploration_fraction * args.total_timesteps
+
+        while global_step + (T := round(length)) * N <= args.total_timesteps:
+            iteration += 1
 
             # 1 collect: epsilon-greedy, with fixed parameters; one transfer each way per step
             finished = []  # (environment, raw score, length) of the games that end in this rollout
@@ -476,6 +502,9 @@ def train(args: Args) -> dict:
                 loss_sum, q_sum = loss_sum + loss.detach(), q_sum + mean_q
             updates = epochs * args.num_minibatches
             gradient_steps += updates
+            loss = loss_sum.item() / updates
+            if not math.isfinite(loss):  # once per iteration: what is saved is the state before it
+                raise FloatingPointError(f"the loss became {loss} in iteration {iteration}, up to step {global_step:,}")
 
             # 4 measure and adapt
             if measure:
@@ -488,7 +517,7 @@ def train(args: Args) -> dict:
                 )
                 length = adapt_rollout_length(length, target, args.batch_ema, shortest, longest)
 
-            # 5 log, and carry the last observation over into the next rollout
+            # 5 log, keep what a resumed run needs, and carry the last observation over into the next rollout
             recent_scores.extend(score for _, score, _ in finished)
             num_games += len(finished)
             log.write(
@@ -500,7 +529,7 @@ def train(args: Args) -> dict:
                     "charts/epsilon": epsilon,
                     "charts/learning_rate": optimizer.param_groups[0]["lr"],
                     "charts/gradient_steps": gradient_steps,
-                    "losses/td_loss": loss_sum.item() / updates,
+                    "losses/td_loss": loss,
                     "losses/q_values": q_sum.item() / updates,
                     "abs/behavioral_divergence": divergences[-1] if measure else None,
                     "abs/divergence_mean": divergence_mean,
@@ -511,11 +540,25 @@ def train(args: Args) -> dict:
                 },
                 recent_return=np.mean(recent_scores) if recent_scores else math.nan,
             )
+            log.keep(
+                {
+                    "iteration": iteration,
+                    "global_step": global_step,
+                    "gradient_steps": gradient_steps,
+                    "num_games": num_games,
+                    "length": length,
+                    "divergences": list(divergences),
+                    "recent_scores": list(recent_scores),
+                    **snapshot(q_network, optimizer, rng, measuring_rng),
+                }
+            )
             obs[0] = obs[T]
 
-        # Checkpoints, resuming and signals will have their place in this loop.
-        save_model(log.run_dir / "model.pt", q_network, args)
-        report = evaluate_and_save(q_network, args, log) if args.eval_episodes else {"mean": math.nan}
+        log.save_final()
+        report = {"mean": math.nan}
+        if args.eval_episodes:
+            report = evaluate_and_save(q_network, args, log.run_dir, global_step)
+            log.write_evaluation(report["mean"])
     return {
         "run_dir": str(log.run_dir),
         "global_step": global_step,
@@ -531,23 +574,35 @@ def train(args: Args) -> dict:
 # ######################################################################################################################
 
 # ======================================================================================================================
-# Evaluation
+# Evaluation and film
 # ======================================================================================================================
 
 
 @torch.no_grad()
-def evaluate(q_network: nn.Module, envs, num_envs: int, games_per_env: int, epsilon: float, seed: int) -> list[dict]:
+def evaluate(
+    q_network: nn.Module,
+    envs,
+    num_envs: int,
+    games_per_env: int,
+    epsilon: float,
+    seed: int,
+    recording: list | None = None,
+) -> list[dict]:
     """Plays the same number of full games in each environment, greedily up to a share epsilon of random actions.
 
     Equal numbers, because the first games to finish over many environments are the short ones. Returns a dictionary per
     game: environment, score (raw), length [steps] and fingerprint, a checksum of its frames: equal games, equal prints.
+    Appends to `recording`, if given, the rows of environment 0's first game, for `replay`.
     """
     device = next(q_network.parameters()).device
     num_actions = int(envs.action_space.n)
     random = np.random.default_rng(seed)
     tracker, games, fingerprints = EpisodeTracker(num_envs), [], [0] * num_envs
     games_left = np.full(num_envs, games_per_env)
-    obs, done = envs.reset()[0], np.zeros(num_envs, dtype=bool)
+    (obs, info), done = envs.reset(), np.zeros(num_envs, dtype=bool)
+    recording_on = recording is not None
+    if recording_on:
+        recording.append((0, True, 0.0, info["ram"][0].copy()))
     bar = tqdm(total=num_envs * games_per_env, desc="evaluation", unit="game", disable=not sys.stderr.isatty())
     with bar:
         while games_left.any():
@@ -559,6 +614,9 @@ def evaluate(q_network: nn.Module, envs, num_envs: int, games_per_env: int, epsi
             explore = random.random(num_envs) < epsilon
             actions[explore] = random.integers(num_actions, size=explore.sum())
             obs, _, terminated, truncated, info = envs.step(actions)
+            if recording_on:
+                recording.append((int(actions[0]), bool(done[0]), float(info["reward"][0]), info["ram"][0].copy()))
+                recording_on = not (info["terminated"][0] or truncated[0])
             for i, score, length in tracker.step(info["reward"], done, info["terminated"].astype(bool), truncated):
                 if games_left[i]:
                     games.append({"environment": i, "score": score, "length": length, "fingerprint": fingerprints[i]})
@@ -587,14 +645,28 @@ def bootstrap_interval(scores, groups, draws: int = 10_000) -> list[float] | Non
     return [float(bound) for bound in np.percentile(means, [2.5, 97.5])]
 
 
-def evaluate_and_save(q_network: nn.Module, args, log: "RunLog") -> dict:
-    """The final evaluation: `eval_episodes` games under training's options, on seeds of their own; writes eval.json."""
+def human_normalized(env_id: str, score: float) -> float | None:
+    """(score - random) / (human - random): 0 is random play, 1 a human; None for games without these figures."""
+    if env_id not in RANDOM_AND_HUMAN:
+        return None
+    random, human = RANDOM_AND_HUMAN[env_id]
+    return (score - random) / (human - random)
+
+
+def evaluate_and_save(q_network: nn.Module, args, run_dir: Path, training_steps: int) -> dict:
+    """`eval_episodes` games under training's options, on seeds of their own; writes eval.json and, if asked, the film.
+
+    Returns what eval.json holds. Errors: ReplayError where the film's game is not the one that ale-py plays.
+    """
     # DEVIATION: equal games per environment; the release averages the first 100 to finish, a bias to short games.
     num_envs = min(10, args.eval_episodes)
     seeds = environment_seeds(args.seed, num_envs, "evaluation")
-    log.say(f"evaluating: {args.eval_episodes} full games, {num_envs} environments, epsilon {args.eval_epsilon:g} ...")
+    say(f"evaluating: {args.eval_episodes} full games, {num_envs} environments, epsilon {args.eval_epsilon:g} ...")
+    recording = [] if args.capture_video else None
     with contextlib.closing(make_envs(args, seeds)) as envs:
-        games = evaluate(q_network, envs, num_envs, args.eval_episodes // num_envs, args.eval_epsilon, args.seed)
+        games_each = args.eval_episodes // num_envs
+        games = evaluate(q_network, envs, num_envs, games_each, args.eval_epsilon, args.seed, recording)
+        rom = envs.spec.config.task if args.capture_video else ""
     scores, prints = [game["score"] for game in games], [game["fingerprint"] for game in games]
     report = {
         "env_id": args.env_id,
@@ -604,13 +676,14 @@ def evaluate_and_save(q_network: nn.Module, args, log: "RunLog") -> dict:
         "median": float(np.median(scores)),
         "std": float(np.std(scores)),
         "interval_95": bootstrap_interval(scores, prints),
+        "human_normalized": human_normalized(args.env_id, float(np.mean(scores))),
         "protocol": {
-            "training_steps": log.step,
+            "training_steps": training_steps,
             "epsilon": args.eval_epsilon,
             "episodic_life": args.episodic_life,
             "longest_game_steps": 27_000,
             "environments": num_envs,
-            "games_per_environment": args.eval_episodes // num_envs,
+            "games_per_environment": games_each,
             "repeat_action_probability": args.repeat_action_probability,
             "full_action_space": args.full_action_space,
             "interval": "percentile bootstrap of the mean over distinct games",
@@ -618,34 +691,257 @@ def evaluate_and_save(q_network: nn.Module, args, log: "RunLog") -> dict:
         "seeds": seeds,
         "games": games,
     }
-    (log.run_dir / "eval.json").write_text(json.dumps(report, indent=1) + "\n")
-    log.write_evaluation(report["mean"])
+    replace_file(run_dir / "eval.json", json.dumps(report, indent=1).encode() + b"\n")
     interval = "none" if report["interval_95"] is None else "{:.1f} to {:.1f}".format(*report["interval_95"])
-    log.say(
+    normalized = report["human_normalized"]
+    say(
         f"evaluation: mean raw score {report['mean']:.1f}, 95 % interval {interval}; "
-        f"{report['distinct_games']} of {len(games)} games are distinct"
+        + ("" if normalized is None else f"human-normalised {normalized:.0%}; ")
+        + f"{report['distinct_games']} of {len(games)} games are distinct"
     )
+    if recording:
+        film(run_dir / "film.gif", recording, rom, args.full_action_space)
     return report
 
 
-# ======================================================================================================================
-# Checkpoint
-# ======================================================================================================================
+class ReplayError(Exception):
+    """A recorded game and its replay differ."""
 
 
-def save_model(path: Path, q_network: nn.Module, args) -> None:
-    """Writes the network and what is needed to rebuild it; torch.load(path, weights_only=True) reads it.
+def replay(recording: list[tuple], rom: str, full_action_space: bool):
+    """Plays a recorded game again in ale-py's own emulator, as its referee: RAM and raw reward must agree at every row.
 
-    Written beside its place and renamed, so that a crash leaves the whole file or none.
+    recording: one row (action, reset row, raw reward, RAM (128,) uint8) per step and the first reset, from `evaluate`.
+    Yields after each row the screen (210, 160, 3) uint8, the raw score and the number of steps so far.
+    Errors: ReplayError at the first row that differs. Sticky actions cannot be replayed: they are random.
     """
-    model = {
-        "env_id": args.env_id,
-        "network": args.network,
+    ALEInterface.setLoggerMode(LoggerMode.Error)  # before the first emulator, or it prints a banner
+    ale = ALEInterface()
+    ale.setInt("random_seed", 0)
+    ale.setFloat("repeat_action_probability", 0.0)
+    ale.loadROM(roms.get_rom_path(rom))
+    buttons = ale.getLegalActionSet() if full_action_space else ale.getMinimalActionSet()
+
+    def opens_with(ram) -> bool:
+        """Finds the no-ops, of a number that envpool keeps to itself, and the FIRE with which a game or life begins."""
+        start = ale.cloneState()
+        for noops in range(32):
+            for _ in range(noops):
+                ale.act(Action.NOOP)
+            if Action.FIRE in buttons:
+                ale.act(Action.FIRE)
+            if np.array_equal(ale.getRAM(), ram):
+                return True
+            ale.restoreState(start)
+        return False
+
+    ale.reset_game()
+    score, steps = 0.0, 0
+    for action, reset_row, reward, ram in recording:
+        if reset_row:
+            gained, agree = 0, opens_with(ram)
+        else:
+            steps += 1
+            gained = 0
+            for _ in range(4):
+                gained += ale.act(buttons[action])
+                if ale.game_over():
+                    break
+            agree = np.array_equal(ale.getRAM(), ram)
+        if not agree or gained != reward:
+            what = f"raw reward {reward:g} and {gained}" if agree else "their RAM"
+            at = f"the opening before step {steps + 1}" if reset_row else f"step {steps}"
+            raise ReplayError(f"envpool and ale-py differ in {what} at {at} of the recorded game")
+        score += gained
+        yield ale.getScreenRGB(), score, steps
+
+
+def film(path: Path, recording: list[tuple], rom: str, full_action_space: bool, most_frames: int = 2000) -> None:
+    """Draws a recorded game in colour, twice the emulator's size, under its score and step; a GIF at the game's speed.
+
+    Every step is refereed by `replay`; of a long game only every second, third, ... is drawn.
+    """
+    every = math.ceil(len(recording) / most_frames)
+    frames, font = [], ImageFont.load_default(16)
+    for row, (screen, score, step) in enumerate(replay(recording, rom, full_action_space), start=1):
+        if row % every == 0 or row == len(recording):
+            height, width = 2 * screen.shape[0], 2 * screen.shape[1]
+            frame = Image.new("RGB", (width, 24 + height))
+            frame.paste(Image.fromarray(screen).resize((width, height), Image.Resampling.NEAREST), (0, 24))
+            ImageDraw.Draw(frame).text((6, 2), f"score {score:g}   step {step:,}", font=font, fill="white")
+            frames.append(frame.quantize(64, Image.Quantize.FASTOCTREE, dither=Image.Dither.NONE))
+    file = io.BytesIO()
+    milliseconds = round(1000 * 4 / 60 * every, -1)  # 4 frames of a 60th of a second; GIF counts in hundredths
+    frames[0].save(file, "GIF", save_all=True, append_images=frames[1:], duration=milliseconds, loop=0)
+    replace_file(path, file.getvalue())
+    say(f"film: {path}, {step:,} steps and {score:g} points, equal in envpool and ale-py at every step")
+
+
+def evaluate_saved(args) -> dict:
+    """Evaluates the model in `args.evaluate` without training; eval.json and film go into a directory of their own."""
+    path, saved = load_saved("evaluate", args.evaluate)
+    device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
+    if args.torch_threads:
+        torch.set_num_threads(args.torch_threads)
+    q_network = QNetwork(saved["num_actions"], args.network).to(device)
+    q_network.load_state_dict(saved["q_network"])
+    run_dir = new_run_dir(args, "evaluation")
+    say(f"{path}: {args.env_id}, {args.network} network, {saved['global_step']:,} steps of training\n"
+        f"evaluation directory: {run_dir}")  # fmt: skip
+    return evaluate_and_save(q_network, args, run_dir, saved["global_step"])
+
+
+# (random play, human) raw scores of the 57 games, Mnih et al. 2015 and Wang et al. 2016
+RANDOM_AND_HUMAN = {
+    "Alien-v5": (227.8, 7127.7), "Amidar-v5": (5.8, 1719.5), "Assault-v5": (222.4, 742), "Asterix-v5": (210, 8503.3),
+    "Asteroids-v5": (719.1, 47388.7), "Atlantis-v5": (12850, 29028.1), "BankHeist-v5": (14.2, 753.1),
+    "BattleZone-v5": (2360, 37187.5), "BeamRider-v5": (363.9, 16926.5), "Berzerk-v5": (123.7, 2630.4),
+    "Bowling-v5": (23.1, 160.7), "Boxing-v5": (0.1, 12.1), "Breakout-v5": (1.7, 30.5), "Centipede-v5": (2090.9, 12017),
+    "ChopperCommand-v5": (811, 7387.8), "CrazyClimber-v5": (10780.5, 35829.4), "Defender-v5": (2874.5, 18688.9),
+    "DemonAttack-v5": (152.1, 1971), "DoubleDunk-v5": (-18.6, -16.4), "Enduro-v5": (0, 860.5),
+    "FishingDerby-v5": (-91.7, -38.7), "Freeway-v5": (0, 29.6), "Frostbite-v5": (65.2, 4334.7),
+    "Gopher-v5": (257.6, 2412.5), "Gravitar-v5": (173, 3351.4), "Hero-v5": (1027, 30826.4),
+    "IceHockey-v5": (-11.2, 0.9), "Jamesbond-v5": (29, 302.8), "Kangaroo-v5": (52, 3035), "Krull-v5": (1598, 2665.5),
+    "KungFuMaster-v5": (258.5, 22736.3), "MontezumaRevenge-v5": (0, 4753.3), "MsPacman-v5": (307.3, 6951.6),
+    "NameThisGame-v5": (2292.3, 8049), "Phoenix-v5": (761.4, 7242.6), "Pitfall-v5": (-229.4, 6463.7),
+    "Pong-v5": (-20.7, 14.6), "PrivateEye-v5": (24.9, 69571.3), "Qbert-v5": (163.9, 13455),
+    "Riverraid-v5": (1338.5, 17118), "RoadRunner-v5": (11.5, 7845), "Robotank-v5": (2.2, 11.9),
+    "Seaquest-v5": (68.4, 42054.7), "Skiing-v5": (-17098.1, -4336.9), "Solaris-v5": (1236.3, 12326.7),
+    "SpaceInvaders-v5": (148, 1668.7), "StarGunner-v5": (664, 10250), "Surround-v5": (-10, 6.5),
+    "Tennis-v5": (-23.8, -8.3), "TimePilot-v5": (3568, 5229.2), "Tutankham-v5": (11.4, 167.6),
+    "UpNDown-v5": (533.4, 11693.2), "Venture-v5": (0, 1187.5), "VideoPinball-v5": (16256.9, 17667.9),
+    "WizardOfWor-v5": (563.5, 4756.5), "YarsRevenge-v5": (3092.9, 54576.9), "Zaxxon-v5": (32.5, 9173.3),
+}
+
+# ======================================================================================================================
+# Checkpoint and resume
+# ======================================================================================================================
+
+
+def replace_file(path: Path, content: bytes, previous: Path | None = None) -> None:
+    """Writes a file beside its place, flushes it to the disk and renames it: a crash leaves the old one or the new one.
+
+    The old one is kept as `previous` if that is given. Errors: OSError, and then the old one is untouched.
+    """
+    temporary = path.with_name(path.name + ".tmp")
+    try:
+        with temporary.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
+    if previous is not None and path.exists():
+        os.replace(path, previous)
+    os.replace(temporary, path)
+
+
+def save_file(path: Path, content: dict, previous: Path | None = None) -> None:
+    """torch.save by way of `replace_file`; torch.load(path, weights_only=True) reads it."""
+    file = io.BytesIO()  # on a full disk torch.save itself says RuntimeError, "unexpected pos"
+    torch.save(content, file)
+    replace_file(path, file.getvalue(), previous)
+
+
+def snapshot(q_network: nn.Module, optimizer: torch.optim.Optimizer, *generators: torch.Generator) -> dict:
+    """The state of all that learns or is random, not copied."""
+    return {
+        "q_network": q_network.state_dict(),
         "num_actions": q_network.q_values.out_features,
-        "state_dict": q_network.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "generators": [generator.get_state() for generator in generators],
+        "device": generators[0].device.type,
     }
-    torch.save(model, path.with_suffix(".tmp"))
-    os.replace(path.with_suffix(".tmp"), path)
+
+
+def restore(saved: dict, q_network: nn.Module, optimizer: torch.optim.Optimizer, *generators: torch.Generator) -> None:
+    """Undoes `snapshot`. A GPU and a CPU have different generators: between them, new ones are seeded."""
+    q_network.load_state_dict(saved["q_network"])
+    optimizer.load_state_dict(saved["optimizer"])
+    for generator, state in zip(generators, saved["generators"]):
+        if generator.device.type == saved["device"]:
+            generator.set_state(state)
+        else:
+            generator.manual_seed(generator.initial_seed() + saved["global_step"])
+
+
+def load_saved(option: Literal["resume", "evaluate"], place: str) -> tuple[Path, dict]:
+    """The file that --resume or --evaluate names, and what it holds, on the CPU; refuses what is none.
+
+    Of a run directory it takes checkpoint.pt, or the one before it if that is damaged; to evaluate, model.pt as well.
+    """
+    path = Path(place)
+    candidates = [path]
+    if path.is_dir():
+        names = ["checkpoint.pt", "checkpoint_previous.pt", "model.pt"]
+        candidates = [path / name for name in names if (path / name).exists()]
+    for candidate in candidates:
+        try:
+            with zipfile.ZipFile(candidate) as archive:
+                if archive.testzip():  # torch does not compare the checksums
+                    raise ValueError("its checksum is wrong")
+            saved = torch.load(candidate, map_location="cpu", weights_only=True)
+            if not isinstance(saved, dict) or not {"script", "args", "q_network", "global_step"} <= saved.keys():
+                raise ValueError("it is no file of these scripts")
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            problem = f"cannot be read: {error.strerror}"
+        except Exception as error:  # torch.load has an error of another kind for each kind of damage
+            problem = f"damaged or foreign: {error}".splitlines()[0]
+        else:
+            if option == "evaluate" or "optimizer" in saved:
+                return candidate, saved
+            problem = "holds the network alone; --resume needs checkpoint.pt, and --evaluate takes this"
+        if candidate == candidates[-1]:
+            refuse(f"{flag(option)} {candidate}: {problem}")
+        say(f"{candidate}: {problem}; taking the one before it")
+    found = sorted(path.parent.glob("*/checkpoint.pt"), key=os.path.getmtime)
+    hint = f"; the newest run there that can be: {found[-1].parent}" if found else ""
+    refuse(f"{flag(option)} {place}: {'no checkpoint in it' if path.exists() else 'does not exist'}{hint}")
+
+
+def resumed_dir(place: str) -> Path:
+    """The run directory that `--resume` means: the one named, or the one that holds the file named."""
+    return Path(place) if Path(place).is_dir() else Path(place).parent
+
+
+def cut_metrics(path: Path, step: int) -> None:
+    """Cuts the lines after a step off metrics.csv, and an unfinished last one: the resumed run writes them again."""
+    with path.open("rb+") as file:
+        end = len(file.readline())  # the names of the columns
+        for line in file:
+            first = line.partition(b",")[0]
+            if not line.endswith(b"\n") or not first.isdigit() or int(first) > step:
+                break
+            end += len(line)
+        file.truncate(end)
+
+
+def lock(file, run_dir: Path) -> None:
+    """Holds a run directory for this process, as long as the file is open; refuses where another one holds it."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        refuse(f"--resume {run_dir}: another process is at work in this run directory")
+    except OSError:
+        pass  # a file system without locks
+
+
+@contextlib.contextmanager
+def on_signals(handler):
+    """Sets what SIGINT (Ctrl-C) and SIGTERM do within the block; what was ignored before stays ignored."""
+    main_thread = threading.current_thread() is threading.main_thread()  # no other may set handlers
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM) if main_thread}
+    before = {number: old for number, old in before.items() if old not in (signal.SIG_IGN, None)}
+    for number in before:
+        signal.signal(number, handler)
+    try:
+        yield
+    finally:
+        for number, old in before.items():
+            signal.signal(number, old)
 
 
 # ======================================================================================================================
@@ -653,46 +949,112 @@ def save_model(path: Path, q_network: nn.Module, args) -> None:
 # ======================================================================================================================
 
 
-class RunLog:
-    """A run directory and all that is written there or shown: args.json, metrics.csv, TensorBoard, W&B, progress.
+def say(text: str) -> None:
+    """Prints a line on stderr without tearing a progress bar."""
+    tqdm.write(text, file=sys.stderr)
 
-    A bar on a terminal; elsewhere a plain line every ten seconds. A context manager: every exit path closes the files.
+
+def new_run_dir(args, what: str) -> Path:
+    """A new directory under --runs-dir, of a name that no other process takes."""
+    name = f"{args.env_id}__{what}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}-{os.urandom(3).hex()}"
+    run_dir = Path(args.runs_dir) / name
+    run_dir.mkdir(parents=True)
+    return run_dir
+
+
+class RunLog:
+    """A run directory and all that is written there or shown: args.json, metrics.csv, TensorBoard, W&B, checkpoints,
+    progress. In `saved` is the checkpoint that the run goes on from, if any.
+
+    A bar on a terminal; elsewhere a plain line every ten seconds. A context manager: every exit path closes the files,
+    and where an error or a signal ends the run, the state at the end of its last iteration is saved.
     """
 
-    def __init__(self, args, script: str):
-        name = f"{args.env_id}__{script}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}-{os.urandom(3).hex()}"
-        self.run_dir = Path(args.runs_dir) / name
-        self.run_dir.mkdir(parents=True)
-        (self.run_dir / "args.json").write_text(json.dumps(asdict(args), indent=1) + "\n")
+    def __init__(self, args, saved: dict):
+        self.args = args
+        self.run_dir = resumed_dir(args.resume) if saved else new_run_dir(args, Path(__file__).stem)
+        self.step = self.saved_step = saved.get("global_step", 0)
+        self.kept = saved
+        self.csv_file = (self.run_dir / "metrics.csv").open("a", newline="")
+        lock(self.csv_file, self.run_dir)
+        cut_metrics(self.run_dir / "metrics.csv", self.step)
+        self.csv = None  # begins with the first line, whose keys are the columns
+        replace_file(self.run_dir / "args.json", json.dumps(asdict(args), indent=1).encode() + b"\n")
+        self.events = SummaryWriter(str(self.run_dir), purge_step=self.step + 1 if saved else None)
         self.wandb = None
         if args.track:
             import wandb
 
-            self.wandb = wandb.init(project="adaptive-batch-scaling", name=name, config=asdict(args))
-        self.total, self.step = args.total_timesteps, 0
-        self.csv_file = (self.run_dir / "metrics.csv").open("w", newline="")
-        self.csv = None  # begins with the first line, whose keys are the columns
-        self.events = SummaryWriter(str(self.run_dir))
+            name = self.run_dir.name
+            self.wandb = wandb.init(
+                project="adaptive-batch-scaling", name=name, id=name, resume="allow", config=asdict(args)
+            )
+        self.total = args.total_timesteps
         self.on_cpu = not (args.cuda and torch.cuda.is_available())
-        self.bar = tqdm(total=self.total, unit="step", unit_scale=True, smoothing=0.02) if sys.stderr.isatty() else None
-        self.say(f"run directory: {self.run_dir}")
-        self.start = self.last_line = time.monotonic()
+        self.bar = None
+        if sys.stderr.isatty():
+            self.bar = tqdm(total=self.total, initial=self.step, unit="step", unit_scale=True, smoothing=0.02)
+        say(f"run directory: {self.run_dir}" + (f", resumed at step {self.step:,}" if saved else ""))
+        self.last_line = time.monotonic()
+        self.start = self.last_line - saved.get("wall_clock", 0.0)
         self.marks = deque(maxlen=21)  # (time, step) at the ends of iterations; the first iteration is the warm-up
 
     def __enter__(self):
         return self
 
-    def __exit__(self, *exception):
-        if self.bar is not None:
-            self.bar.close()
-        self.csv_file.close()
-        self.events.close()
-        if self.wandb is not None:
-            self.wandb.finish()
+    def __exit__(self, kind, error, trace):
+        with contextlib.ExitStack() as all_of_these:  # the last one first, and each whatever becomes of the others
+            if self.wandb is not None:
+                all_of_these.callback(self.wandb.finish)
+            all_of_these.callback(self.events.close)
+            all_of_these.callback(self.csv_file.close)
+            if error is not None:
+                all_of_these.callback(self.rescue, error)
+            if self.bar is not None:
+                all_of_these.callback(self.bar.close)
 
-    def say(self, text: str) -> None:
-        """Prints a line without tearing the progress bar."""
-        tqdm.write(text, file=sys.stderr)
+    def keep(self, state: dict) -> None:
+        """Takes the state at an iteration's end: a copy for whatever may end the run, and now and then a checkpoint."""
+        about = {"script": Path(__file__).stem, "args": asdict(self.args), "wall_clock": self.marks[-1][0] - self.start}
+        self.kept = copy.deepcopy(state) | about
+        next_step = self.step + self.args.rollout_lengths()[1] * self.args.num_envs  # at most
+        if self.args.checkpoint_interval and next_step > self.saved_step + self.args.checkpoint_interval:
+            self.save()
+
+    def save(self) -> None:
+        """Writes the state that was kept last as checkpoint.pt, and keeps the one before it.
+
+        Errors: OSError; FloatingPointError if a parameter is not finite. The checkpoint on disk is then untouched.
+        """
+        if self.kept["global_step"] == self.saved_step:
+            return
+        if not all(values.isfinite().all() for values in self.kept["q_network"].values()):
+            raise FloatingPointError("a parameter of the network is not finite")
+        self.events.flush()
+        save_file(self.run_dir / "checkpoint.pt", self.kept, self.run_dir / "checkpoint_previous.pt")
+        self.saved_step = self.kept["global_step"]
+
+    def save_final(self) -> None:
+        """Writes the last checkpoint, and of it as model.pt what playing needs."""
+        self.save()
+        model = {name: self.kept[name] for name in ("script", "args", "global_step", "num_actions", "q_network")}
+        save_file(self.run_dir / "model.pt", model)
+
+    def rescue(self, error: BaseException) -> None:
+        """Saves what was kept, when something has ended the run before its end, and says how to go on."""
+        cause = f"{type(error).__name__}: {error}"
+        if isinstance(error, SystemExit):
+            cause = signal.Signals(error.code - 128).name
+        with on_signals(signal.SIG_IGN):
+            if not self.kept:
+                say(f"stopped by {cause}, before the first iteration's end: there is nothing to go on with")
+                return
+            try:
+                self.save()
+            except (OSError, FloatingPointError) as failure:
+                say(f"step {self.kept['global_step']:,} could not be saved: {failure}")
+            say(f"stopped by {cause}; checkpoint of step {self.saved_step:,}; go on with\n"
+                f"  python {Path(__file__).name} --resume {shlex.quote(str(self.run_dir))}")  # fmt: skip
 
     def write(self, step: int, metrics: dict, recent_return: float) -> None:
         """Writes one iteration's metrics everywhere, None as an empty cell or not at all; adds speed and wall-clock."""
@@ -704,7 +1066,8 @@ class RunLog:
         metrics = {**metrics, "charts/SPS": speed, "charts/wall_clock": now - self.start}
         if self.csv is None:
             self.csv = csv.DictWriter(self.csv_file, ["global_step", *metrics])
-            self.csv.writeheader()
+            if self.csv_file.tell() == 0:
+                self.csv.writeheader()
         self.csv.writerow({"global_step": step, **metrics})
         self.csv_file.flush()
         present = {tag: value for tag, value in metrics.items() if value is not None}
@@ -717,7 +1080,7 @@ class RunLog:
     def show_progress(self, step, metrics, recent_return, speed, now) -> None:
         """Moves the bar, or prints a line if the last is ten seconds old; says early on how long a CPU will take."""
         if speed and len(self.marks) == 2 and self.on_cpu and (self.total / speed) > 7200:
-            self.say(
+            say(
                 f"no GPU in use: at {speed:.0f} steps/s this run takes about {self.total / speed / 3600:.0f} hours; "
                 'the README has a command of laptop size under "On a laptop"'
             )
@@ -735,7 +1098,7 @@ class RunLog:
             self.last_line = now
             left = tqdm.format_interval((self.total - step) / speed)
             shown = "  ".join(f"{key} {value}" for key, value in state.items())
-            self.say(f"{step:,}/{self.total:,} steps ({step / self.total:.0%})  {shown}  left {left}")
+            say(f"{step:,}/{self.total:,} steps ({step / self.total:.0%})  {shown}  left {left}")
         self.step = step
 
     def write_evaluation(self, mean: float) -> None:
@@ -750,7 +1113,7 @@ def announce(args, device: torch.device) -> None:
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
     print(
         f"{args.env_id}, {args.network} network, seed {args.seed}, {args.total_timesteps:,} steps on {where}\n"
-        f"building {args.num_envs} environments, about 0.1 s each ...",
+        f"building {args.num_envs} environments, about 0.1 s each (Ctrl-C ends this at once) ...",
         file=sys.stderr,
         flush=True,
     )
@@ -772,12 +1135,25 @@ LIMITS = (  # (flags, what is allowed, test); flags that a script lacks are pass
     ("num_steps_max eval_episodes", "0 to 1000000", lambda x: 0 <= x <= 10**6),
     ("env_threads torch_threads", "0 to 1024", lambda x: 0 <= x <= 1024),
     ("total_timesteps", "1 to 1e12", lambda x: 1 <= x <= 10**12),
+    ("checkpoint_interval", "0 to 1e12", lambda x: 0 <= x <= 10**12),
     ("seed", "0 to 4294967295", lambda x: 0 <= x < 2**32),
     ("learning_rate max_grad_norm", "a finite number above 0", lambda x: 0 < x < math.inf),
     ("gamma q_lambda start_e end_e eval_epsilon repeat_action_probability batch_ema", "0 to 1", lambda x: 0 <= x <= 1),
     ("exploration_fraction", "above 0, at most 1", lambda x: 0 < x <= 1),
     ("divergence_low divergence_high", "between 0 and 1, both excluded", lambda x: 0 < x < 1),
 )
+
+
+# Flags that may differ from those of the run that --resume goes on with, or --evaluate evaluates.
+FREE = {
+    "resume": "resume total_timesteps checkpoint_interval eval_episodes eval_epsilon capture_video track cuda "
+    "env_threads torch_threads",
+    "evaluate": "evaluate eval_episodes eval_epsilon capture_video cuda env_threads torch_threads seed runs_dir "
+    "episodic_life repeat_action_probability",
+}
+
+
+DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.EACCES, errno.EPERM}
 
 
 def refuse(message: str) -> NoReturn:
@@ -803,8 +1179,37 @@ def whole_number(text: str) -> int:
 
 
 def parse_args(argv: list[str] | None):
-    """Args from the command line; what tyro refuses ends with its message on one line and exit code 2."""
+    """Args from the command line; with --resume or --evaluate, from those of the saved run and the command line."""
     argv = sys.argv[1:] if argv is None else list(argv)
+    args = parse_flags(argv, Args())
+    if args.resume and args.evaluate:
+        refuse("--resume and --evaluate: one or the other")
+    if not (args.resume or args.evaluate):
+        return args
+    option = "resume" if args.resume else "evaluate"
+    path, saved = load_saved(option, getattr(args, option))
+    script, known = saved["script"], {field.name for field in fields(Args)}
+    if option == "resume":
+        if script != Path(__file__).stem or saved["args"].keys() != known:
+            refuse(f"--resume {path}: made by {script}.py"
+                   + (f"; go on with python {script}.py" if script != Path(__file__).stem else " of another version"))
+        run = Args(**saved["args"] | {"resume": "", "runs_dir": str(resumed_dir(args.resume).parent)})
+    else:
+        named = "env_id network seed episodic_life repeat_action_probability full_action_space".split()
+        run = Args(**{name: saved["args"][name] for name in named})
+    args = parse_flags(argv, run)
+    for name in known - set(FREE[option].split()):
+        if getattr(args, name) != getattr(run, name):
+            refuse(f"{flag(name)} {getattr(args, name)}: {path} was made with {getattr(run, name)}, and that stays; "
+                   f"--{option} allows to change {' '.join(flag(free) for free in FREE[option].split()[1:])}")
+    if option == "resume" and args.total_timesteps < run.total_timesteps:
+        refuse(f"--total-timesteps {args.total_timesteps}: --resume may raise it, not lower it; "
+               f"the run was begun with {run.total_timesteps}")
+    return args
+
+
+def parse_flags(argv: list[str], defaults):
+    """Args from flags alone; what tyro refuses ends with its message on one line and exit code 2."""
     switches = {field.name for field in fields(Args) if field.type is bool}
     for this, following in itertools.pairwise([*argv, "-"]):
         given, has_value = this.partition("=")[:2]
@@ -832,7 +1237,7 @@ def parse_args(argv: list[str] | None):
     box = io.StringIO()  # tyro draws its errors as a box of many lines
     try:
         with contextlib.redirect_stderr(box):
-            return tyro.cli(Args, args=argv, registry=registry, description=__doc__.splitlines()[0])
+            return tyro.cli(Args, args=argv, default=defaults, registry=registry, description=__doc__.splitlines()[0])
     except SystemExit as stop:
         if not stop.code:  # --help
             raise
@@ -886,14 +1291,25 @@ def check_args(args) -> None:
     if needed > memory:
         refuse(f"--num-envs {args.num_envs}: rollouts of up to {longest} steps take {needed:,.0f} GiB, and there are "
                f"{memory:,.0f}; take fewer environments or shorter rollouts")  # fmt: skip
+    if args.capture_video and not args.eval_episodes:
+        refuse("--capture-video: films the first evaluation game, and --eval-episodes 0 asks for none")
+    if args.capture_video and args.repeat_action_probability:
+        refuse(f"--capture-video: the referee cannot replay random repeats of actions "
+               f"(--repeat-action-probability {args.repeat_action_probability})")  # fmt: skip
+    if args.evaluate and not args.eval_episodes:
+        refuse("--eval-episodes 0: --evaluate needs one or more")
     if not args.runs_dir:
         refuse("--runs-dir: allowed is the name of a directory, not an empty one")
+    name, place = ("resume", resumed_dir(args.resume)) if args.resume else ("runs_dir", Path(args.runs_dir))
     try:
-        Path(args.runs_dir).mkdir(parents=True, exist_ok=True)
+        place.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        refuse(f"--runs-dir {args.runs_dir}: cannot be made: {error.strerror}")
-    if not os.access(args.runs_dir, os.W_OK | os.X_OK):
-        refuse(f"--runs-dir {args.runs_dir}: cannot be written to; choose a directory of yours")
+        refuse(f"{flag(name)} {place}: cannot be made: {error.strerror}")
+    if not os.access(place, os.W_OK | os.X_OK):
+        refuse(f"{flag(name)} {place}: cannot be written to; choose a directory of yours")
+    if args.resume:
+        with (place / "metrics.csv").open("a") as file:
+            lock(file, place)
 
 
 # ======================================================================================================================
@@ -902,14 +1318,26 @@ def check_args(args) -> None:
 
 
 def main(argv: list[str] | None = None) -> dict:
-    """Runs the script for a command line (sys.argv by default); returns what `train` returns."""
+    """Runs the script for a command line (sys.argv by default); returns what `train` returns, or the evaluation.
+
+    Exit codes: 2 for a command line that is refused, 130 after Ctrl-C, 143 after SIGTERM, else 1 for what went wrong.
+    """
     args = parse_args(argv)
     check_args(args)
+
+    def stop(number, frame):
+        raise SystemExit(128 + number)
+
     try:
-        result = train(args)
-    except KeyboardInterrupt:
-        print(f"\nstopped; the metrics up to here are kept under {args.runs_dir}", file=sys.stderr)
-        raise SystemExit(130) from None
+        with on_signals(stop):
+            result = evaluate_saved(args) if args.evaluate else train(args)
+    except (OSError, FloatingPointError, ReplayError) as error:
+        if isinstance(error, OSError) and error.errno not in DISK_ERRORS:
+            raise
+        print(f"{Path(__file__).name}: error: {error}", file=sys.stderr)
+        raise SystemExit(1) from None
+    if args.evaluate:
+        return result
     print(
         f"{result['global_step']:,} steps, {result['gradient_steps']:,} gradient steps; mean raw score of the last 100 "
         f"training games {result['episodic_return']:.1f}, of the evaluation {result['eval_return']:.1f}\n"

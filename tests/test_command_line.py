@@ -8,6 +8,7 @@ import dataclasses
 import importlib.util
 import itertools
 import os
+import random
 import sys
 import types
 
@@ -205,6 +206,85 @@ def test_a_runs_directory_that_cannot_be_written_to(refusal, monkeypatch, tmp_pa
     """As root every directory can be, so os.access is asked to say what it says to others."""
     monkeypatch.setattr(os, "access", lambda path, mode: False)
     assert "cannot be written to" in refusal("--runs-dir", str(tmp_path))
+
+
+# Per flag what is fine, with the other flags' fine values too, and what is not; independent of the scripts' own table.
+WORDS = ["", "many", "nan", "inf", "-inf", "1e400", "0x10", "1,000", "1 0", "--", "None"]
+COUNTS = ["0", "-1", "1.5", "1e-3", "1000001", *WORDS]
+SHARES = ["-0.1", "1.1", "-1e-300", *WORDS]
+VALUES = {
+    "--env-id": (["Pong-v5", "Breakout-v5"], ["", "pong", "Pong-v6", "CartPole-v1", "../Pong-v5", "Ant-v5"]),
+    "--network": (["base", "large"], ["", "BASE", "huge", "0"]),
+    "--total-timesteps": (["20000000", "2e7"], [*COUNTS[:4], "1e13", *WORDS]),
+    "--learning-rate": (["2.5e-4", "1"], ["0", "-1e-4", *WORDS]),
+    "--num-envs": (["128", "64"], COUNTS),
+    "--num-minibatches": (["4", "16"], COUNTS),
+    "--update-epochs": (["2", "1"], COUNTS),
+    "--gamma": (["0.99", "0", "1"], SHARES),
+    "--q-lambda": (["0.65", "0", "1"], SHARES),
+    "--start-e": (["1.0", "0.5"], SHARES),
+    "--end-e": (["0.001", "0"], SHARES),
+    "--exploration-fraction": (["0.1", "1"], ["0", *SHARES]),
+    "--max-grad-norm": (["10", "0.5"], ["0", "-10", *WORDS]),
+    "--divergence-interval": (["50", "1"], COUNTS),
+    "--divergence-states": (["2048", "1"], COUNTS),
+    "--repeat-action-probability": (["0", "0.25"], SHARES),
+    "--env-threads": (["0", "3"], ["-1", "1025", "0.5", *WORDS]),
+    "--torch-threads": (["0", "3"], ["-1", "1025", "0.5", *WORDS]),
+    "--seed": (["0", "4294967295"], ["-1", "4294967296", "0.5", *WORDS]),
+    "--eval-episodes": (["0", "7", "30"], ["-1", "11", "99", "1.5", *WORDS]),
+    "--eval-epsilon": (["0", "0.01"], SHARES),
+    "--checkpoint-interval": (["0", "1e5"], ["-1", "0.5", "1e13", *WORDS]),
+    "--resume": ([], ["nowhere", "/", "/dev/null", "\0"]),
+    "--evaluate": ([], ["nowhere", "/", "/dev/null"]),
+}
+
+
+def test_every_bad_value_is_refused_and_every_good_one_taken_as_it_is(script, refusal, accepted):
+    """Each alone: a refusal names its flag. (Some 280 values; the combinations are in the next test.)"""
+    names = {"--" + field.name.replace("_", "-") for field in dataclasses.fields(script.Args) if field.type is not bool}
+    of_one_script = {"--num-steps", "--num-steps-min", "--num-steps-max", "--base-num-steps", "--batch-ema"}
+    of_one_script |= {"--divergence-low", "--divergence-high", "--divergence-warmup", "--divergence-window"}
+    assert names - of_one_script - {"--runs-dir"} == VALUES.keys()
+    assert sum(len(bad) for _, bad in VALUES.values()) >= 150
+    for name, (good, bad) in VALUES.items():
+        for value in bad:
+            assert name in refusal(f"{name}={value}"), (name, value)
+        for value in good:
+            taken = getattr(accepted(name, value), name[2:].replace("-", "_"))
+            assert taken == (value if isinstance(taken, str) else float(value)), (name, value)
+
+
+def test_combinations_of_good_and_bad_values(refusal, accepted):
+    """200 random command lines of up to 6 flags: refused if and only if one of the values is bad, none ever changed."""
+    rng = random.Random(0)
+    refused = 0
+    for _ in range(200):
+        chosen = {}
+        for name in rng.sample(sorted(VALUES), rng.randint(2, 6)):
+            good, bad = VALUES[name]
+            chosen[name] = rng.choice(bad if not good or rng.random() < 0.15 else good)
+        if any(value in VALUES[name][1] for name, value in chosen.items()):
+            refusal(*(f"{name}={value}" for name, value in chosen.items()))
+            refused += 1
+            continue
+        args = accepted(*(f"{name}={value}" for name, value in chosen.items()))
+        for name, value in chosen.items():
+            taken = getattr(args, name[2:].replace("-", "_"))
+            assert taken == (value if isinstance(taken, str) else float(value))
+    assert 60 < refused < 180
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        ("--capture-video --eval-episodes 0", ["--capture-video", "--eval-episodes 0"]),
+        ("--capture-video --repeat-action-probability 0.25", ["--capture-video", "0.25"]),
+    ],
+)
+def test_films_that_cannot_be_made(refusal, flags, named):
+    line = refusal(*flags.split())
+    assert all(text in line for text in named)
 
 
 def test_whole_numbers_in_every_spelling(accepted):

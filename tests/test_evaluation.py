@@ -1,13 +1,16 @@
-"""Evaluation: equal games per environment, raw scores of full games, distinct games, and what is written down."""
+"""Evaluation: equal games per environment, raw scores of full games, distinct games, what is written down, the film."""
 
 import contextlib
+import importlib
 import json
+import types
 
 import envpool
 import numpy as np
 import pytest
 import torch
 from fake_envpool import Catch, CueGame, Row, ScriptedGame, fake_make
+from PIL import Image
 
 
 def scripted(*tables, **options):
@@ -134,6 +137,7 @@ def test_eval_json(script, monkeypatch, tmp_path):
     low, high = report["interval_95"]
     assert low < report["mean"] < high
     assert report["distinct_games"] == 20
+    assert report["human_normalized"] == pytest.approx((report["mean"] + 20.7) / 35.3)  # Pong
     assert report["protocol"]["epsilon"] == 0.5
     assert report["seeds"] == make.calls[1]["seed"]
     training, evaluation = ({k: v for k, v in call.items() if k not in ("seed", "num_envs")} for call in make.calls)
@@ -149,10 +153,175 @@ def test_the_saved_model_plays_as_the_trained_one(script, monkeypatch, tmp_path)
          "--eval-episodes", "4", "--torch-threads", "1"]
     )  # fmt: skip
     saved = torch.load(f"{result['run_dir']}/model.pt", weights_only=True)
-    assert (saved["env_id"], saved["network"], saved["num_actions"]) == ("Pong-v5", "base", 4)
-    q_network = script.QNetwork(saved["num_actions"], saved["network"])
-    q_network.load_state_dict(saved["state_dict"])
+    assert (saved["args"]["env_id"], saved["args"]["network"], saved["num_actions"]) == ("Pong-v5", "base", 4)
+    assert (saved["script"], saved["global_step"]) == (script.__name__, result["global_step"])
+    q_network = script.QNetwork(saved["num_actions"], saved["args"]["network"])
+    q_network.load_state_dict(saved["q_network"])
     seeds = script.environment_seeds(1, 4, "evaluation")
     with contextlib.closing(script.make_envs(script.Args(), seeds)) as envs:
         games = script.evaluate(q_network, envs, 4, games_per_env=1, epsilon=0.0, seed=1)
     assert np.mean([game["score"] for game in games]) == result["eval_return"]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Human-normalised scores
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def test_human_normalised_scores(script):
+    """0 at random play, 1 at the human's score, below 0 below; figures of three games as they were published."""
+    for env_id, random, human in (
+        ("Pong-v5", -20.7, 14.6), ("Breakout-v5", 1.7, 30.5), ("Skiing-v5", -17098.1, -4336.9),
+    ):  # fmt: skip
+        assert script.human_normalized(env_id, random) == 0
+        assert script.human_normalized(env_id, human) == 1
+        assert script.human_normalized(env_id, (random + human) / 2) == pytest.approx(0.5)
+        assert script.human_normalized(env_id, random - 1) < 0
+    assert script.human_normalized("Adventure-v5", 1.0) is None
+
+
+def test_the_table_is_of_the_57_games(script):
+    assert len(script.RANDOM_AND_HUMAN) == 57
+    atari = {name for name, spec in envpool.registration.registry.specs.items() if spec[0] == "envpool.atari"}
+    assert script.RANDOM_AND_HUMAN.keys() <= atari
+    assert all(human > random for random, human in script.RANDOM_AND_HUMAN.values())
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Referee and film, on the real emulator
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def recorded():
+    """recorded(game, full_action_space) -> recording, what evaluate says of the game, and the ROM; one random game."""
+    games = {}
+
+    def recorded(game, full_action_space=False):
+        script = importlib.import_module("pqn_abs_atari")
+        if (game, full_action_space) not in games:
+            args = script.Args(env_id=f"{game}-v5", full_action_space=full_action_space)
+            with contextlib.closing(script.make_envs(args, [11, 12])) as envs:
+                q_network = script.QNetwork(int(envs.action_space.n))
+                recording = []
+                played = script.evaluate(q_network, envs, 2, 2, 1.0, 3, recording)
+                first = next(g for g in played if g["environment"] == 0)
+                games[game, full_action_space] = recording, first, envs.spec.config.task
+        return games[game, full_action_space]
+
+    return recorded
+
+
+@pytest.mark.parametrize(
+    ("game", "full_action_space"),
+    [
+        ("Breakout", False),
+        pytest.param("SpaceInvaders", False, marks=pytest.mark.slow),
+        pytest.param("SpaceInvaders", True, marks=pytest.mark.slow),
+        pytest.param("MsPacman", True, marks=pytest.mark.slow),  # FIRE exists in the full set only
+    ],
+)
+def test_the_referee_agrees_with_envpool_over_a_whole_game(abs_script, recorded, game, full_action_space):
+    """Lives lost, their openings included; score and length are those that the evaluation reports."""
+    recording, first, rom = recorded(game, full_action_space)
+    seen = list(abs_script.replay(recording, rom, full_action_space))
+    assert len(seen) == len(recording) == first["length"] + sum(reset_row for _, reset_row, _, _ in recording)
+    assert seen[-1][1:] == (first["score"], first["length"])
+    assert sum(reset_row for _, reset_row, _, _ in recording) >= 3  # the first opening, and those of lost lives
+    assert first["score"] > 0
+    assert {screen.shape for screen, _, _ in seen} == {(210, 160, 3)}
+
+
+def altered(recording, row, **changes):
+    """The recording with one field of a row changed."""
+    action, reset_row, reward, ram = recording[row]
+    fields = {"action": action, "reset_row": reset_row, "reward": reward, "ram": ram, **changes}
+    return [*recording[:row], tuple(fields.values()), *recording[row + 1 :]]
+
+
+def test_the_referee_stops_where_they_differ(abs_script, recorded):
+    """One action, one byte of RAM, one point: named by its step, after all the rows before it."""
+    recording, _, rom = recorded("Breakout")
+    step = 0
+    steps = [step := step + (not reset_row) for _, reset_row, _, _ in recording]  # steps up to each row
+    life = next(i for i, row in enumerate(recording) if row[1] and i)  # the opening after the first lost life
+    ram = recording[20][3].copy()
+    ram[5] ^= 1
+    other = recording[life][3].copy()
+    other[5] ^= 1
+    for row, changes, words in (
+        (20, {"ram": ram}, f"their RAM at step {steps[20]}"),
+        (20, {"action": (recording[20][0] + 1) % 4}, f"their RAM at step {steps[20]}"),
+        (20, {"reward": 7.0}, f"raw reward 7 and 0 at step {steps[20]}"),
+        (life, {"ram": other}, f"at the opening before step {steps[life] + 1}"),
+        (0, {"ram": ram}, "at the opening before step 1"),
+    ):
+        seen = 0
+        with pytest.raises(abs_script.ReplayError, match=words):
+            for _ in abs_script.replay(altered(recording, row, **changes), rom, False):
+                seen += 1
+        assert seen == row
+
+
+def test_the_film(abs_script, recorded, tmp_path, capsys):
+    """A colour GIF, one frame a row at the game's speed; the picture is the emulator's, under a line of text."""
+    recording, first, rom = recorded("Breakout")
+    abs_script.film(tmp_path / "film.gif", recording, rom, False)
+    err = capsys.readouterr().err
+    assert f"{first['length']:,} steps and {first['score']:g} points" in err
+    screens = [screen for screen, _, _ in abs_script.replay(recording, rom, False)]
+    with Image.open(tmp_path / "film.gif") as gif:
+        assert gif.size == (320, 444)
+        times, last = 0, None
+        for number in range(gif.n_frames):
+            gif.seek(number)
+            times += gif.info["duration"]
+            last = np.asarray(gif.convert("RGB")).astype(int)
+    assert times == len(recording) * 70  # [ms]; equal neighbours may have been merged
+    assert abs(last[24::2, ::2] - screens[-1]).max() <= 24  # at most 64 colours
+    assert last[:24].max() > 200  # the text
+    assert len(np.unique(last.reshape(-1, 3), axis=0)) > 5
+
+
+def test_a_long_film_is_thinned_out_and_refereed_all_the_same(abs_script, recorded, tmp_path):
+    recording, _, rom = recorded("Breakout")
+    abs_script.film(tmp_path / "film.gif", recording, rom, False, most_frames=40)
+    every = -(-len(recording) // 40)
+    with Image.open(tmp_path / "film.gif") as gif:
+        assert gif.n_frames <= 41
+        assert gif.info["duration"] == pytest.approx(every * 66.7, abs=10)
+    ram = recording[-2][3].copy()  # of a row that is not drawn
+    ram[0] ^= 1
+    with pytest.raises(abs_script.ReplayError):
+        abs_script.film(tmp_path / "other.gif", altered(recording, -2 + len(recording), ram=ram), rom, False, 40)
+    assert not (tmp_path / "other.gif").exists()
+
+
+@pytest.mark.slow
+def test_capture_video_from_the_command_line(script, tmp_path, capsys):
+    """Train a little, evaluate, film; then the same from the saved model."""
+    flags = "--env-id Breakout-v5 --num-envs 2 --num-minibatches 2 --total-timesteps 64 --eval-episodes 2".split()
+    flags += ["--eval-epsilon", "1", "--torch-threads", "1", "--capture-video", "--runs-dir", str(tmp_path / "runs")]
+    result = script.main(flags)
+    assert "equal in envpool and ale-py at every step" in capsys.readouterr().err
+    script.main(["--evaluate", result["run_dir"], "--eval-episodes", "2", "--eval-epsilon", "1", "--capture-video",
+                 "--runs-dir", str(tmp_path / "evaluations")])  # fmt: skip
+    films = [path.read_bytes() for path in tmp_path.glob("*/*/film.gif")]
+    assert len(films) == 2 and films[0] == films[1]
+    assert result["eval_return"] == json.loads(next(tmp_path.glob("evaluations/*/eval.json")).read_text())["mean"]
+
+
+def test_a_mismatch_ends_the_run_with_a_line_and_keeps_the_scores(script, monkeypatch, capsys, tmp_path):
+    """Scores are written before the film is drawn."""
+    monkeypatch.setattr(envpool, "make", fake_make(CueGame))
+    monkeypatch.setattr(
+        CueGame, "spec", types.SimpleNamespace(config=types.SimpleNamespace(task="pong")), raising=False
+    )
+    with pytest.raises(SystemExit) as stop:
+        script.main(
+            ["--runs-dir", str(tmp_path), "--num-envs", "2", "--num-minibatches", "2", "--total-timesteps", "64",
+             "--eval-episodes", "2", "--capture-video", "--torch-threads", "1"]
+        )  # fmt: skip
+    assert stop.value.code == 1
+    assert "differ in their RAM at the opening before step 1" in capsys.readouterr().err.splitlines()[-1]
+    assert len(list(tmp_path.glob("*/eval.json"))) == 1 and not list(tmp_path.glob("*/film.gif"))

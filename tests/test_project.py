@@ -118,7 +118,7 @@ def test_sections_stand_in_their_order(script):
     banners = re.findall(r"^# =+\n# (.+)\n# =+$", source(script), flags=re.MULTILINE)
     assert banners == [
         "Arguments", "Environment", "Network", "PQN", "Batch", "Training",
-        "Evaluation", "Checkpoint", "Logging and progress", "Checking the command line", "Main",
+        "Evaluation and film", "Checkpoint and resume", "Logging and progress", "Checking the command line", "Main",
     ]  # fmt: skip
 
 
@@ -154,7 +154,8 @@ def test_the_inline_requirements_are_those_of_requirements_txt(script):
             roots |= {alias.name.partition(".")[0] for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             roots.add(node.module.partition(".")[0])
-    imported = roots - set(sys.stdlib_module_names)
+    package = {"ale_py": "ale-py", "PIL": "pillow"}
+    imported = {package.get(root, root) for root in roots - set(sys.stdlib_module_names)}
     assert imported <= named
     # Not imported by name: envpool's gymnasium API and torch's SummaryWriter need these.
     assert named - imported <= {"gymnasium", "tensorboard"}

@@ -1,0 +1,206 @@
+"""Long checks of the training scripts, too long for the tests: kills, memory over hours, and the referee.
+
+    python benchmark/reliability.py kills --out benchmark/results/reliability/kills.json
+    python benchmark/reliability.py memory --out benchmark/results/reliability/memory.json
+    python benchmark/reliability.py referee --out benchmark/results/reliability/referee.json
+
+kills    100 times: start or resume a run of Pong, SIGKILL it at a random moment or in the middle of a write, and see
+         what it has left. Some 20 minutes.
+memory   resident memory of one training run over two hours, from minute ten on.
+referee  whole games of several titles, played by an untrained network and at random, replayed in ale-py's own emulator.
+
+Each prints what it finds, and ends with an error where something is not as it should be. Run from the repository root.
+"""
+
+import contextlib
+import csv
+import json
+import os
+import platform
+import random
+import shlex
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+import tyro
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import pqn_abs_atari
+import pqn_fixed_atari
+
+
+def write(out: Path | None, result: dict) -> None:
+    """Adds command and versions, prints the result, and writes it where asked."""
+    versions = {name: __import__(name).__version__ for name in ("torch", "envpool")}
+    result = {"command": shlex.join(["python", *sys.argv]), "python": platform.python_version(), **versions, **result}
+    print(json.dumps(result, indent=1))
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def steps_in(run_dir: Path) -> list[int]:
+    """Steps of the whole lines of metrics.csv."""
+    lines = (run_dir / "metrics.csv").read_bytes().splitlines(keepends=True)[1:]
+    return [int(line.split(b",")[0]) for line in lines if line.endswith(b"\n")]
+
+
+def kills(count: int = 100, script: str = "pqn_abs_atari", seed: int = 0, out: Path | None = None) -> None:
+    """SIGKILL a small run again and again; every other time in the middle of a write.
+
+    Args:
+        count: kills
+        script: which script
+        seed: of the moments
+        out: JSON to write
+    """
+    interval = 128  # [steps]; rollouts are 64 to 128 of them, so that a good part of the time goes into writing
+    moments = random.Random(seed)
+    found = {"script": script, "kills": 0, "during_writes": 0, "unreadable": 0, "failed_resumes": 0,
+             "largest_step_back": 0, "checkpoint_interval": interval}  # fmt: skip
+    with tempfile.TemporaryDirectory() as directory:
+        flags = ["--total-timesteps", "100000000", "--num-envs", "4", "--num-minibatches", "2", "--num-steps-max", "32",
+                 "--divergence-interval", "1", "--checkpoint-interval", str(interval), "--eval-episodes", "0",
+                 "--runs-dir", directory]  # fmt: skip
+        run_dir, reached, step = None, 0, 0
+        while found["kills"] < count:
+            command = [sys.executable, f"{script}.py", *(flags if run_dir is None else ["--resume", str(run_dir)])]
+            with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, bufsize=1) as process:
+                lines = []
+                for line in process.stderr:
+                    lines.append(line)
+                    if line.startswith("run directory:"):
+                        break
+                else:
+                    found["failed_resumes"] += 1
+                    sys.exit("a start failed:\n" + "".join(lines))
+                if run_dir is None:
+                    (run_dir,) = Path(directory).iterdir()
+                elif f"resumed at step {step:,}" not in lines[-1]:
+                    sys.exit(f"resumed elsewhere than at step {step:,}: {lines[-1]}")
+                temporary = run_dir / "checkpoint.pt.tmp"
+                end = time.monotonic() + moments.uniform(0.0, 8.0)
+                aim_at_write = found["kills"] % 2 == 1
+                # The first run must get as far as a checkpoint: before it there is nothing to resume.
+                while time.monotonic() < end or not (run_dir / "checkpoint.pt").exists():
+                    time.sleep(0.01)
+                while aim_at_write and not temporary.exists():
+                    time.sleep(0.001)
+                time.sleep(moments.uniform(0.0, 0.02) if aim_at_write else 0.0)
+                process.kill()
+                process.wait()
+            found["kills"] += 1
+            found["during_writes"] += temporary.exists()
+            logged = steps_in(run_dir)
+            reached = logged[-1] if logged else reached
+            for name in ("checkpoint.pt", "checkpoint_previous.pt"):
+                if (run_dir / name).exists():
+                    try:
+                        with contextlib.redirect_stderr(None):
+                            pqn_abs_atari.load_saved("resume", str(run_dir / name))
+                    except SystemExit:
+                        found["unreadable"] += 1
+            step = pqn_abs_atari.load_saved("resume", str(run_dir))[1]["global_step"]
+            found["largest_step_back"] = max(found["largest_step_back"], reached - step)
+            print(f"{found['kills']}: step {reached:,} reached, {step:,} kept", file=sys.stderr, flush=True)
+        # The whole run, from its first line to its last, must read as if nothing had happened.
+        with (run_dir / "metrics.csv").open(newline="") as file:
+            rows = list(csv.DictReader(file))
+        steps = [int(row["global_step"]) for row in rows]
+        sizes = [int(row["abs/batch_size"]) for row in rows]
+        assert all(b - a == size for a, b, size in zip(steps, steps[1:], sizes[1:])), "metrics.csv has a gap or doubles"
+        events = EventAccumulator(str(run_dir), size_guidance={"scalars": 0})
+        events.Reload()
+        seen = [event.step for event in events.Scalars("losses/td_loss")]
+        assert seen == steps[: len(seen)], "TensorBoard has a gap or doubles"
+    found["rows"] = len(steps)
+    write(out, found)
+    assert found["unreadable"] == 0 and found["largest_step_back"] <= interval
+
+
+def resident(pid: int) -> float:
+    """Resident memory of a process [MiB]."""
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
+def memory(
+    hours: float = 2.0,
+    out: Path | None = None,
+    flags: str = "--total-timesteps 100_000_000 --num-envs 16 --num-minibatches 16",
+) -> None:
+    """Sample the resident memory of a training run every ten seconds.
+
+    Args:
+        hours: how long
+        out: JSON to write
+        flags: of pqn_abs_atari.py
+    """
+    command = f"pqn_abs_atari.py {flags}"
+    process = subprocess.Popen([sys.executable, *shlex.split(command)])
+    samples, start = [], time.monotonic()  # (seconds, MiB)
+    try:
+        while time.monotonic() - start < hours * 3600 and process.poll() is None:
+            samples.append((time.monotonic() - start, resident(process.pid)))
+            time.sleep(10)
+    finally:
+        process.send_signal(signal.SIGTERM)
+        code = process.wait()
+    assert code == 143, f"the run ended by itself, with code {code}"
+    seconds, mib = np.array(samples).T
+    first = np.median(mib[(seconds >= 600) & (seconds < 720)])  # minutes ten to twelve
+    last = np.median(mib[seconds >= seconds[-1] - 120])  # the last two
+    write(out, {
+        "training": "python " + command,
+        "hours": round(seconds[-1] / 3600, 2),
+        "mib_after_ten_minutes": round(float(first), 1),
+        "mib_at_the_end": round(float(last), 1),
+        "peak_mib_after_ten_minutes": round(float(mib[seconds >= 600].max()), 1),
+        "growth_percent": round(float(100 * (last / first - 1)), 2),
+        "mib_every_ten_minutes": [round(float(np.interp(t, seconds, mib)), 1) for t in np.arange(0, seconds[-1], 600)],
+    })  # fmt: skip
+
+
+def referee(
+    games: tuple[str, ...] = ("Pong-v5", "Breakout-v5", "MsPacman-v5", "Seaquest-v5", "KungFuMaster-v5"),
+    each: int = 2,
+    out: Path | None = None,
+) -> None:
+    """Replay whole games in ale-py's emulator: RAM and raw reward at every step.
+
+    Args:
+        games: envpool ids
+        each: games of each, the first all random, the others by an untrained network with epsilon 0.1
+        out: JSON to write
+    """
+    played = []
+    for env_id in games:
+        for number in range(each):
+            args = pqn_fixed_atari.Args(env_id=env_id)
+            torch.manual_seed(number)
+            seeds = pqn_fixed_atari.environment_seeds(number, 1, "evaluation")
+            with contextlib.closing(pqn_fixed_atari.make_envs(args, seeds)) as envs:
+                q_network = pqn_fixed_atari.QNetwork(int(envs.action_space.n))
+                recording = []
+                epsilon = 1.0 if number == 0 else 0.1
+                (game,) = pqn_fixed_atari.evaluate(q_network, envs, 1, 1, epsilon, number, recording)
+                rom = envs.spec.config.task
+            *_, (_, score, steps) = pqn_fixed_atari.replay(recording, rom, False)
+            assert (score, steps) == (game["score"], game["length"])
+            openings = sum(row[1] for row in recording)
+            played.append({"env_id": env_id, "epsilon": epsilon, "steps": steps, "openings": openings, "score": score})
+            print(played[-1], file=sys.stderr, flush=True)
+    write(out, {
+        "games": len(played), "titles": len(games), "steps": sum(game["steps"] for game in played),
+        "openings": sum(game["openings"] for game in played), "mismatches": 0, "played": played,
+    })  # fmt: skip
+
+
+if __name__ == "__main__":
+    tyro.extras.subcommand_cli_from_dict({"kills": kills, "memory": memory, "referee": referee})
