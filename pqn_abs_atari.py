@@ -592,7 +592,7 @@ def evaluate(
 
     Equal numbers, because the first games to finish over many environments are the short ones. Returns a dictionary per
     game: environment, score (raw), length [steps] and fingerprint, a checksum of its frames: equal games, equal prints.
-    Appends to `recording`, if given, the rows of environment 0's first game, for `replay`.
+    Appends to `recording`, if given, the rows of environment 0's first game, for `Emulator.follow`.
     """
     device = next(q_network.parameters()).device
     num_actions = int(envs.action_space.n)
@@ -602,7 +602,7 @@ def evaluate(
     (obs, info), done = envs.reset(), np.zeros(num_envs, dtype=bool)
     recording_on = recording is not None
     if recording_on:
-        recording.append((0, True, 0.0, info["ram"][0].copy()))
+        recording.append((0, True, 0.0, info["ram"][0].copy(), False))
     bar = tqdm(total=num_envs * games_per_env, desc="evaluation", unit="game", disable=not sys.stderr.isatty())
     with bar:
         while games_left.any():
@@ -615,8 +615,9 @@ def evaluate(
             actions[explore] = random.integers(num_actions, size=explore.sum())
             obs, _, terminated, truncated, info = envs.step(actions)
             if recording_on:
-                recording.append((int(actions[0]), bool(done[0]), float(info["reward"][0]), info["ram"][0].copy()))
-                recording_on = not (info["terminated"][0] or truncated[0])
+                ended = bool(info["terminated"][0] or truncated[0])
+                recording.append((actions[0], done[0], info["reward"][0], info["ram"][0].copy(), ended))
+                recording_on = not ended
             for i, score, length in tracker.step(info["reward"], done, info["terminated"].astype(bool), truncated):
                 if games_left[i]:
                     games.append({"environment": i, "score": score, "length": length, "fingerprint": fingerprints[i]})
@@ -705,76 +706,89 @@ def evaluate_and_save(q_network: nn.Module, args, run_dir: Path, training_steps:
 
 
 class ReplayError(Exception):
-    """A recorded game and its replay differ."""
+    """A game and its replay differ."""
 
 
-def replay(recording: list[tuple], rom: str, full_action_space: bool):
-    """Plays a recorded game again in ale-py's own emulator, as its referee: RAM and raw reward must agree at every row.
+class Emulator:
+    """ale-py's own emulator. It plays again what envpool plays, as its referee: RAM and raw reward agree at every row.
 
-    recording: one row (action, reset row, raw reward, RAM (128,) uint8) per step and the first reset, from `evaluate`.
-    Yields after each row the screen (210, 160, 3) uint8, the raw score and the number of steps so far.
-    Errors: ReplayError at the first row that differs. Sticky actions cannot be replayed: they are random.
+    Sticky actions cannot be followed: they are random.
     """
-    ALEInterface.setLoggerMode(LoggerMode.Error)  # before the first emulator, or it prints a banner
-    ale = ALEInterface()
-    ale.setInt("random_seed", 0)
-    ale.setFloat("repeat_action_probability", 0.0)
-    ale.loadROM(roms.get_rom_path(rom))
-    buttons = ale.getLegalActionSet() if full_action_space else ale.getMinimalActionSet()
 
-    def opens_with(ram) -> bool:
+    def __init__(self, rom: str, full_action_space: bool):
+        ALEInterface.setLoggerMode(LoggerMode.Error)  # before the first emulator, or it prints a banner
+        self.ale = ALEInterface()
+        self.ale.setInt("random_seed", 0)
+        self.ale.setFloat("repeat_action_probability", 0.0)
+        self.ale.loadROM(roms.get_rom_path(rom))
+        self.buttons = self.ale.getLegalActionSet() if full_action_space else self.ale.getMinimalActionSet()
+        self.game_ended, self.score, self.steps = True, 0.0, 0  # raw score and steps of the game so far
+
+    def act(self, action: int) -> int:
+        """One step, 4 frames or fewer at the game's end; returns the raw reward."""
+        gained = 0
+        for _ in range(4):
+            gained += self.ale.act(self.buttons[action])
+            if self.ale.game_over():
+                break
+        return gained
+
+    def open_with(self, ram) -> bool:
         """Finds the no-ops, of a number that envpool keeps to itself, and the FIRE with which a game or life begins."""
-        start = ale.cloneState()
+        start = self.ale.cloneState()
         for noops in range(32):
             for _ in range(noops):
-                ale.act(Action.NOOP)
-            if Action.FIRE in buttons:
-                ale.act(Action.FIRE)
-            if np.array_equal(ale.getRAM(), ram):
+                self.ale.act(Action.NOOP)
+            if Action.FIRE in self.buttons:
+                self.ale.act(Action.FIRE)
+            if np.array_equal(self.ale.getRAM(), ram):
                 return True
-            ale.restoreState(start)
+            self.ale.restoreState(start)
         return False
 
-    ale.reset_game()
-    score, steps = 0.0, 0
-    for action, reset_row, reward, ram in recording:
+    def follow(self, action: int, reset_row: bool, raw_reward: float, ram, game_ended: bool) -> None:
+        """Plays one row of an environment; the first is that of its reset, a reset row with any action.
+
+        ram (128,) uint8 after the row; game_ended: the game was over or cut there. Errors: ReplayError if they differ.
+        """
+        if reset_row and self.game_ended:
+            self.ale.reset_game()
+            self.score, self.steps = 0.0, 0
+        self.game_ended = game_ended
         if reset_row:
-            gained, agree = 0, opens_with(ram)
+            gained, agree = 0, self.open_with(ram)
         else:
-            steps += 1
-            gained = 0
-            for _ in range(4):
-                gained += ale.act(buttons[action])
-                if ale.game_over():
-                    break
-            agree = np.array_equal(ale.getRAM(), ram)
-        if not agree or gained != reward:
-            what = f"raw reward {reward:g} and {gained}" if agree else "their RAM"
-            at = f"the opening before step {steps + 1}" if reset_row else f"step {steps}"
-            raise ReplayError(f"envpool and ale-py differ in {what} at {at} of the recorded game")
-        score += gained
-        yield ale.getScreenRGB(), score, steps
+            gained, agree = self.act(action), np.array_equal(self.ale.getRAM(), ram)
+            self.steps += 1
+        if not agree or gained != raw_reward:
+            what = f"raw reward {raw_reward:g} and {gained}" if agree else "their RAM"
+            at = f"the opening before step {self.steps + 1}" if reset_row else f"step {self.steps}"
+            raise ReplayError(f"envpool and ale-py differ in {what} at {at} of a game")
+        self.score += gained
 
 
 def film(path: Path, recording: list[tuple], rom: str, full_action_space: bool, most_frames: int = 2000) -> None:
     """Draws a recorded game in colour, twice the emulator's size, under its score and step; a GIF at the game's speed.
 
-    Every step is refereed by `replay`; of a long game only every second, third, ... is drawn.
+    `Emulator` referees every row; of a long game only every second, third, ... is drawn. Errors: ReplayError.
     """
     every = math.ceil(len(recording) / most_frames)
-    frames, font = [], ImageFont.load_default(16)
-    for row, (screen, score, step) in enumerate(replay(recording, rom, full_action_space), start=1):
-        if row % every == 0 or row == len(recording):
-            height, width = 2 * screen.shape[0], 2 * screen.shape[1]
-            frame = Image.new("RGB", (width, 24 + height))
-            frame.paste(Image.fromarray(screen).resize((width, height), Image.Resampling.NEAREST), (0, 24))
-            ImageDraw.Draw(frame).text((6, 2), f"score {score:g}   step {step:,}", font=font, fill="white")
+    emulator, frames, font = Emulator(rom, full_action_space), [], ImageFont.load_default(16)
+    for number, row in enumerate(recording, start=1):
+        emulator.follow(*row)
+        if number % every == 0 or number == len(recording):
+            screen = Image.fromarray(emulator.ale.getScreenRGB())
+            frame = Image.new("RGB", (2 * screen.width, 24 + 2 * screen.height))
+            frame.paste(screen.resize((2 * screen.width, 2 * screen.height), Image.Resampling.NEAREST), (0, 24))
+            text = f"score {emulator.score:g}   step {emulator.steps:,}"
+            ImageDraw.Draw(frame).text((6, 2), text, font=font, fill="white")
             frames.append(frame.quantize(64, Image.Quantize.FASTOCTREE, dither=Image.Dither.NONE))
     file = io.BytesIO()
     milliseconds = round(1000 * 4 / 60 * every, -1)  # 4 frames of a 60th of a second; GIF counts in hundredths
     frames[0].save(file, "GIF", save_all=True, append_images=frames[1:], duration=milliseconds, loop=0)
     replace_file(path, file.getvalue())
-    say(f"film: {path}, {step:,} steps and {score:g} points, equal in envpool and ale-py at every step")
+    say(f"film: {path}, {emulator.steps:,} steps and {emulator.score:g} points, "
+        "equal in envpool and ale-py at every step")  # fmt: skip
 
 
 def evaluate_saved(args) -> dict:

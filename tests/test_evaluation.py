@@ -212,6 +212,14 @@ def recorded():
     return recorded
 
 
+def replay(script, recording, rom, full_action_space):
+    """Screen, score and steps after each row."""
+    emulator = script.Emulator(rom, full_action_space)
+    for row in recording:
+        emulator.follow(*row)
+        yield emulator.ale.getScreenRGB(), emulator.score, emulator.steps
+
+
 @pytest.mark.parametrize(
     ("game", "full_action_space"),
     [
@@ -224,18 +232,17 @@ def recorded():
 def test_the_referee_agrees_with_envpool_over_a_whole_game(abs_script, recorded, game, full_action_space):
     """Lives lost, their openings included; score and length are those that the evaluation reports."""
     recording, first, rom = recorded(game, full_action_space)
-    seen = list(abs_script.replay(recording, rom, full_action_space))
-    assert len(seen) == len(recording) == first["length"] + sum(reset_row for _, reset_row, _, _ in recording)
+    seen = list(replay(abs_script, recording, rom, full_action_space))
+    assert len(seen) == len(recording) == first["length"] + sum(reset_row for _, reset_row, *_ in recording)
     assert seen[-1][1:] == (first["score"], first["length"])
-    assert sum(reset_row for _, reset_row, _, _ in recording) >= 3  # the first opening, and those of lost lives
+    assert sum(reset_row for _, reset_row, *_ in recording) >= 3  # the first opening, and those of lost lives
     assert first["score"] > 0
     assert {screen.shape for screen, _, _ in seen} == {(210, 160, 3)}
 
 
 def altered(recording, row, **changes):
     """The recording with one field of a row changed."""
-    action, reset_row, reward, ram = recording[row]
-    fields = {"action": action, "reset_row": reset_row, "reward": reward, "ram": ram, **changes}
+    fields = dict(zip(("action", "reset_row", "reward", "ram", "game_ended"), recording[row])) | changes
     return [*recording[:row], tuple(fields.values()), *recording[row + 1 :]]
 
 
@@ -243,7 +250,7 @@ def test_the_referee_stops_where_they_differ(abs_script, recorded):
     """One action, one byte of RAM, one point: named by its step, after all the rows before it."""
     recording, _, rom = recorded("Breakout")
     step = 0
-    steps = [step := step + (not reset_row) for _, reset_row, _, _ in recording]  # steps up to each row
+    steps = [step := step + (not reset_row) for _, reset_row, *_ in recording]  # steps up to each row
     life = next(i for i, row in enumerate(recording) if row[1] and i)  # the opening after the first lost life
     ram = recording[20][3].copy()
     ram[5] ^= 1
@@ -258,9 +265,30 @@ def test_the_referee_stops_where_they_differ(abs_script, recorded):
     ):
         seen = 0
         with pytest.raises(abs_script.ReplayError, match=words):
-            for _ in abs_script.replay(altered(recording, row, **changes), rom, False):
+            for _ in replay(abs_script, altered(recording, row, **changes), rom, False):
                 seen += 1
         assert seen == row
+
+
+@pytest.mark.slow
+def test_the_referee_follows_from_game_to_game(abs_script):
+    """Also past a game that the time limit has cut, which is not over in the emulator."""
+    envs = envpool.make("Breakout-v5", env_type="gymnasium", num_envs=1, seed=[3], episodic_life=True,
+                        max_episode_steps=60)  # fmt: skip
+    emulator = abs_script.Emulator(envs.spec.config.task, False)
+    random, done, ends = np.random.default_rng(0), True, []
+    emulator.follow(0, True, 0.0, envs.reset()[1]["ram"][0], False)
+    done = False
+    for _ in range(400):
+        action = int(random.integers(4))
+        _, _, terminated, truncated, info = envs.step(np.array([action]))
+        ended = bool(info["terminated"][0] or truncated[0])
+        emulator.follow(action, done, info["reward"][0], info["ram"][0], ended)
+        if ended:
+            ends.append(bool(truncated[0]))
+            assert emulator.steps == info["elapsed_step"][0]
+        done = bool(terminated[0] or truncated[0])
+    assert ends.count(True) >= 3
 
 
 def test_the_film(abs_script, recorded, tmp_path, capsys):
@@ -269,7 +297,7 @@ def test_the_film(abs_script, recorded, tmp_path, capsys):
     abs_script.film(tmp_path / "film.gif", recording, rom, False)
     err = capsys.readouterr().err
     assert f"{first['length']:,} steps and {first['score']:g} points" in err
-    screens = [screen for screen, _, _ in abs_script.replay(recording, rom, False)]
+    screens = [screen for screen, _, _ in replay(abs_script, recording, rom, False)]
     with Image.open(tmp_path / "film.gif") as gif:
         assert gif.size == (320, 444)
         times, last = 0, None
