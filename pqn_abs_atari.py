@@ -183,7 +183,7 @@ class Args:
 
 
 def environment_seeds(
-    seed: int, num_envs: int, purpose: Literal["training", "evaluation"], first_step: int = 0
+    seed: int, num_envs: int, purpose: Literal["training", "evaluation", "probe"], first_step: int = 0
 ) -> list[int]:
     """One seed per environment, unrelated between run seeds, between training and evaluation, and after a resume.
 
@@ -191,7 +191,7 @@ def environment_seeds(
     would share all environments but one.
     """
     # DEVIATION: lists of unrelated seeds; public PQN scripts pass one integer, and their seeds 1 and 2 share games.
-    key = ["training", "evaluation"].index(purpose)
+    key = ["training", "evaluation", "probe"].index(purpose)
     sequence = np.random.SeedSequence(entropy=[seed, first_step], spawn_key=(key,))
     return [int(word) for word in sequence.generate_state(num_envs) >> 1]  # 31 bits: envpool's seeds are signed
 
@@ -624,7 +624,7 @@ def evaluate(
                     games_left[i] -= 1
                     bar.update()
                     if bar.disable and len(games) % 10 == 0:
-                        print(f"{len(games)} of {num_envs * games_per_env} games", file=sys.stderr)
+                        say(f"{len(games)} of {num_envs * games_per_env} games")
                 fingerprints[i] = 0
             done = terminated | truncated
     return games
@@ -798,7 +798,7 @@ def evaluate_saved(args) -> dict:
     if args.torch_threads:
         torch.set_num_threads(args.torch_threads)
     q_network = QNetwork(saved["num_actions"], args.network).to(device)
-    q_network.load_state_dict(saved["q_network"])
+    load_network(q_network, saved)
     run_dir = new_run_dir(args, "evaluation")
     say(f"{path}: {args.env_id}, {args.network} network, {saved['global_step']:,} steps of training\n"
         f"evaluation directory: {run_dir}")  # fmt: skip
@@ -832,8 +832,8 @@ RANDOM_AND_HUMAN = {
 # ======================================================================================================================
 
 
-def replace_file(path: Path, content: bytes, previous: Path | None = None) -> None:
-    """Writes a file beside its place, flushes it to the disk and renames it: a crash leaves the old one or the new one.
+def replace_file(path: Path, content, previous: Path | None = None) -> None:
+    """Writes bytes beside their place, flushes them to the disk and renames: a crash leaves the old file or the new.
 
     The old one is kept as `previous` if that is given. Errors: OSError, and then the old one is untouched.
     """
@@ -843,19 +843,22 @@ def replace_file(path: Path, content: bytes, previous: Path | None = None) -> No
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
-    except OSError:
+    except BaseException:
         temporary.unlink(missing_ok=True)
         raise
     if previous is not None and path.exists():
         os.replace(path, previous)
     os.replace(temporary, path)
+    directory = os.open(path.parent, os.O_RDONLY)
+    os.fsync(directory)  # or a power cut may undo the renames
+    os.close(directory)
 
 
 def save_file(path: Path, content: dict, previous: Path | None = None) -> None:
     """torch.save by way of `replace_file`; torch.load(path, weights_only=True) reads it."""
     file = io.BytesIO()  # on a full disk torch.save itself says RuntimeError, "unexpected pos"
     torch.save(content, file)
-    replace_file(path, file.getvalue(), previous)
+    replace_file(path, file.getbuffer(), previous)
 
 
 def snapshot(q_network: nn.Module, optimizer: torch.optim.Optimizer, *generators: torch.Generator) -> dict:
@@ -871,7 +874,7 @@ def snapshot(q_network: nn.Module, optimizer: torch.optim.Optimizer, *generators
 
 def restore(saved: dict, q_network: nn.Module, optimizer: torch.optim.Optimizer, *generators: torch.Generator) -> None:
     """Undoes `snapshot`. A GPU and a CPU have different generators: between them, new ones are seeded."""
-    q_network.load_state_dict(saved["q_network"])
+    load_network(q_network, saved)
     optimizer.load_state_dict(saved["optimizer"])
     for generator, state in zip(generators, saved["generators"]):
         if generator.device.type == saved["device"]:
@@ -880,45 +883,55 @@ def restore(saved: dict, q_network: nn.Module, optimizer: torch.optim.Optimizer,
             generator.manual_seed(generator.initial_seed() + saved["global_step"])
 
 
-def load_saved(option: Literal["resume", "evaluate"], place: str) -> tuple[Path, dict]:
-    """The file that --resume or --evaluate names, and what it holds, on the CPU; refuses what is none.
+def load_network(q_network: nn.Module, saved: dict) -> None:
+    """Gives a network its saved parameters; refuses those of another network."""
+    try:
+        q_network.load_state_dict(saved["q_network"])
+    except RuntimeError:
+        refuse("the network in this script is not the one that was saved: layers or shapes differ")
 
-    Of a run directory it takes checkpoint.pt, or the one before it if that is damaged; to evaluate, model.pt as well.
+
+def load_saved(option: Literal["resume", "evaluate", "checkpoint"], place: str) -> tuple[Path, dict]:
+    """The file that a flag names, and what it holds, on the CPU; refuses what is none.
+
+    Of a run directory it takes checkpoint.pt, or the one before it if that is damaged; but to resume, model.pt as well.
     """
     path = Path(place)
     candidates = [path]
-    if path.is_dir():
+    if os.path.isdir(path):
         names = ["checkpoint.pt", "checkpoint_previous.pt", "model.pt"]
-        candidates = [path / name for name in names if (path / name).exists()]
+        candidates = [path / name for name in names if os.path.exists(path / name)]
     for candidate in candidates:
         try:
             with zipfile.ZipFile(candidate) as archive:
                 if archive.testzip():  # torch does not compare the checksums
                     raise ValueError("its checksum is wrong")
             saved = torch.load(candidate, map_location="cpu", weights_only=True)
-            if not isinstance(saved, dict) or not {"script", "args", "q_network", "global_step"} <= saved.keys():
+            needed = {"script", "args", "q_network", "global_step"}
+            if not isinstance(saved, dict) or not needed <= saved.keys() or not isinstance(saved["args"], dict):
                 raise ValueError("it is no file of these scripts")
         except FileNotFoundError:
             continue
         except OSError as error:
-            problem = f"cannot be read: {error.strerror}"
-        except Exception as error:  # torch.load has an error of another kind for each kind of damage
-            problem = f"damaged or foreign: {error}".splitlines()[0]
+            refuse(f"{flag(option)} {candidate}: cannot be read: {error.strerror}")
+        except Exception:  # torch.load has an error of another kind for each kind of damage
+            problem = "damaged, or no file of these scripts"
         else:
-            if option == "evaluate" or "optimizer" in saved:
+            if option != "resume" or "optimizer" in saved:
                 return candidate, saved
             problem = "holds the network alone; --resume needs checkpoint.pt, and --evaluate takes this"
         if candidate == candidates[-1]:
             refuse(f"{flag(option)} {candidate}: {problem}")
         say(f"{candidate}: {problem}; taking the one before it")
-    found = sorted(path.parent.glob("*/checkpoint.pt"), key=os.path.getmtime)
+    exists = os.path.exists(path)
+    found = sorted((path if exists else path.parent).glob("*/checkpoint.pt"), key=os.path.getmtime)
     hint = f"; the newest run there that can be: {found[-1].parent}" if found else ""
-    refuse(f"{flag(option)} {place}: {'no checkpoint in it' if path.exists() else 'does not exist'}{hint}")
+    refuse(f"{flag(option)} {place}: {'no checkpoint in it' if exists else 'does not exist'}{hint}")
 
 
 def resumed_dir(place: str) -> Path:
     """The run directory that `--resume` means: the one named, or the one that holds the file named."""
-    return Path(place) if Path(place).is_dir() else Path(place).parent
+    return Path(place) if os.path.isdir(place) else Path(place).parent
 
 
 def cut_metrics(path: Path, step: int) -> None:
@@ -943,11 +956,14 @@ def lock(file, run_dir: Path) -> None:
         pass  # a file system without locks
 
 
+STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
 @contextlib.contextmanager
 def on_signals(handler):
-    """Sets what SIGINT (Ctrl-C) and SIGTERM do within the block; what was ignored before stays ignored."""
+    """Sets what SIGINT (Ctrl-C), SIGTERM and SIGHUP do within the block; what was ignored before stays ignored."""
     main_thread = threading.current_thread() is threading.main_thread()  # no other may set handlers
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM) if main_thread}
+    before = {number: signal.getsignal(number) for number in STOPPING if main_thread}
     before = {number: old for number, old in before.items() if old not in (signal.SIG_IGN, None)}
     for number in before:
         signal.signal(number, handler)
@@ -965,7 +981,8 @@ def on_signals(handler):
 
 def say(text: str) -> None:
     """Prints a line on stderr without tearing a progress bar."""
-    tqdm.write(text, file=sys.stderr)
+    with contextlib.suppress(BrokenPipeError):  # no one reads it: no reason to stop
+        tqdm.write(text, file=sys.stderr)
 
 
 def new_run_dir(args, what: str) -> Path:
@@ -988,18 +1005,25 @@ class RunLog:
         self.args = args
         self.run_dir = resumed_dir(args.resume) if saved else new_run_dir(args, Path(__file__).stem)
         self.step = self.saved_step = saved.get("global_step", 0)
-        self.kept = saved
+        self.kept = saved and saved | {"args": asdict(args)}
         self.csv_file = (self.run_dir / "metrics.csv").open("a", newline="")
         lock(self.csv_file, self.run_dir)
-        cut_metrics(self.run_dir / "metrics.csv", self.step)
+        if saved:
+            # First of all the disk holds this state, with the flags of now, and metrics.csv no more than belongs to it.
+            save_file(self.run_dir / "checkpoint.pt", self.kept)
+            cut_metrics(self.run_dir / "metrics.csv", self.step)
         self.csv = None  # begins with the first line, whose keys are the columns
         replace_file(self.run_dir / "args.json", json.dumps(asdict(args), indent=1).encode() + b"\n")
+        self.evaluated_step = None  # of an evaluation that is in TensorBoard already
+        with contextlib.suppress(OSError, ValueError):
+            report = json.loads((self.run_dir / "eval.json").read_text())
+            self.evaluated_step = report["protocol"]["training_steps"]
         self.events = SummaryWriter(str(self.run_dir), purge_step=self.step + 1 if saved else None)
         self.wandb = None
         if args.track:
             import wandb
 
-            name = self.run_dir.name
+            name = self.run_dir.resolve().name
             self.wandb = wandb.init(
                 project="adaptive-batch-scaling", name=name, id=name, resume="allow", config=asdict(args)
             )
@@ -1028,7 +1052,12 @@ class RunLog:
                 all_of_these.callback(self.bar.close)
 
     def keep(self, state: dict) -> None:
-        """Takes the state at an iteration's end: a copy for whatever may end the run, and now and then a checkpoint."""
+        """Takes the state at an iteration's end: a copy for whatever may end the run, and now and then a checkpoint.
+
+        Errors: OSError; FloatingPointError for a parameter that is not finite, and then the state before it stays.
+        """
+        if not torch.stack([values.isfinite().all() for values in state["q_network"].values()]).all():
+            raise FloatingPointError(f"a parameter of the network is not finite at step {self.step:,}")
         about = {"script": Path(__file__).stem, "args": asdict(self.args), "wall_clock": self.marks[-1][0] - self.start}
         self.kept = copy.deepcopy(state) | about
         next_step = self.step + self.args.rollout_lengths()[1] * self.args.num_envs  # at most
@@ -1036,15 +1065,12 @@ class RunLog:
             self.save()
 
     def save(self) -> None:
-        """Writes the state that was kept last as checkpoint.pt, and keeps the one before it.
-
-        Errors: OSError; FloatingPointError if a parameter is not finite. The checkpoint on disk is then untouched.
-        """
+        """Writes the state that was kept last as checkpoint.pt, after its metrics, and keeps the one before it."""
         if self.kept["global_step"] == self.saved_step:
             return
-        if not all(values.isfinite().all() for values in self.kept["q_network"].values()):
-            raise FloatingPointError("a parameter of the network is not finite")
-        self.events.flush()
+        with contextlib.suppress(Exception):  # a broken event file is no reason to lose the checkpoint
+            self.events.flush()
+        os.fsync(self.csv_file.fileno())
         save_file(self.run_dir / "checkpoint.pt", self.kept, self.run_dir / "checkpoint_previous.pt")
         self.saved_step = self.kept["global_step"]
 
@@ -1056,19 +1082,22 @@ class RunLog:
 
     def rescue(self, error: BaseException) -> None:
         """Saves what was kept, when something has ended the run before its end, and says how to go on."""
-        cause = f"{type(error).__name__}: {error}"
-        if isinstance(error, SystemExit):
-            cause = signal.Signals(error.code - 128).name
+        names = {128 + number: number.name for number in STOPPING}
+        cause = names.get(error.code) if isinstance(error, SystemExit) else None
+        cause = cause or f"{type(error).__name__}: {error}"
         with on_signals(signal.SIG_IGN):
             if not self.kept:
                 say(f"stopped by {cause}, before the first iteration's end: there is nothing to go on with")
                 return
             try:
                 self.save()
-            except (OSError, FloatingPointError) as failure:
-                say(f"step {self.kept['global_step']:,} could not be saved: {failure}")
-            say(f"stopped by {cause}; checkpoint of step {self.saved_step:,}; go on with\n"
-                f"  python {Path(__file__).name} --resume {shlex.quote(str(self.run_dir))}")  # fmt: skip
+            except Exception as failure:
+                say(f"step {self.kept['global_step']:,} could not be saved in {self.run_dir}: {failure}")
+            if self.saved_step == 0:
+                say(f"stopped by {cause}; no checkpoint has been written: there is nothing to go on with")
+                return
+            command = ["python", os.path.relpath(__file__), "--resume", str(self.run_dir)]
+            say(f"stopped by {cause}; checkpoint of step {self.saved_step:,}; go on with\n  {shlex.join(command)}")
 
     def write(self, step: int, metrics: dict, recent_return: float) -> None:
         """Writes one iteration's metrics everywhere, None as an empty cell or not at all; adds speed and wall-clock."""
@@ -1093,9 +1122,9 @@ class RunLog:
 
     def show_progress(self, step, metrics, recent_return, speed, now) -> None:
         """Moves the bar, or prints a line if the last is ten seconds old; says early on how long a CPU will take."""
-        if speed and len(self.marks) == 2 and self.on_cpu and (self.total / speed) > 7200:
+        if speed and len(self.marks) == 2 and self.on_cpu and (hours := (self.total - step) / speed / 3600) > 2:
             say(
-                f"no GPU in use: at {speed:.0f} steps/s this run takes about {self.total / speed / 3600:.0f} hours; "
+                f"no GPU in use: at {speed:.0f} steps/s this run takes about {hours:.0f} hours; "
                 'the README has a command of laptop size under "On a laptop"'
             )
         divergence = metrics["abs/divergence_mean"]
@@ -1116,7 +1145,9 @@ class RunLog:
         self.step = step
 
     def write_evaluation(self, mean: float) -> None:
-        """Adds the evaluation's mean raw score to TensorBoard and W&B at the last step."""
+        """Adds the evaluation's mean raw score to TensorBoard and W&B at the last step, unless it is there already."""
+        if self.step == self.evaluated_step:
+            return
         self.events.add_scalar("eval/return", mean, self.step)
         if self.wandb is not None:
             self.wandb.log({"eval/return": mean}, step=self.step)
@@ -1125,11 +1156,9 @@ class RunLog:
 def announce(args, device: torch.device) -> None:
     """Start-up lines: what runs where, and what the next seconds are spent on."""
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
-    print(
+    say(
         f"{args.env_id}, {args.network} network, seed {args.seed}, {args.total_timesteps:,} steps on {where}\n"
-        f"building {args.num_envs} environments, about 0.1 s each (Ctrl-C ends this at once) ...",
-        file=sys.stderr,
-        flush=True,
+        f"building {args.num_envs} environments, about 0.1 s each (Ctrl-C ends this at once) ..."
     )
 
 
@@ -1140,30 +1169,41 @@ def announce(args, device: torch.device) -> None:
 LIMITS = (  # (flags, what is allowed, test); flags that a script lacks are passed over
     (
         "num_envs base_num_steps num_minibatches update_epochs divergence_interval divergence_states "
-        "divergence_window divergence_warmup",
+        "divergence_window divergence_warmup probe_interval probe_window probe_states branch_interval",
         "1 to 1000000",
         lambda x: 1 <= x <= 10**6,
     ),
     # 2 or more: a rollout of one step may hold nothing but reset rows, and then no state to measure divergence on.
-    ("num_steps num_steps_min", "2 to 1000000", lambda x: 2 <= x <= 10**6),
-    ("num_steps_max eval_episodes", "0 to 1000000", lambda x: 0 <= x <= 10**6),
+    ("num_steps num_steps_min noise_parts", "2 to 1000000", lambda x: 2 <= x <= 10**6),
+    ("num_steps_max eval_episodes twin_states", "0 to 1000000", lambda x: 0 <= x <= 10**6),
     ("env_threads torch_threads", "0 to 1024", lambda x: 0 <= x <= 1024),
     ("total_timesteps", "1 to 1e12", lambda x: 1 <= x <= 10**12),
     ("checkpoint_interval", "0 to 1e12", lambda x: 0 <= x <= 10**12),
     ("seed", "0 to 4294967295", lambda x: 0 <= x < 2**32),
     ("learning_rate max_grad_norm", "a finite number above 0", lambda x: 0 < x < math.inf),
-    ("gamma q_lambda start_e end_e eval_epsilon repeat_action_probability batch_ema", "0 to 1", lambda x: 0 <= x <= 1),
+    (
+        "gamma q_lambda start_e end_e eval_epsilon repeat_action_probability batch_ema noise_ema",
+        "0 to 1",
+        lambda x: 0 <= x <= 1,
+    ),
     ("exploration_fraction", "above 0, at most 1", lambda x: 0 < x <= 1),
     ("divergence_low divergence_high", "between 0 and 1, both excluded", lambda x: 0 < x < 1),
 )
 
 
-# Flags that may differ from those of the run that --resume goes on with, or --evaluate evaluates.
+# Flags that are taken from the saved run, and flags that may differ from it (with --resume all others are taken).
+TAKEN = {
+    "evaluate": "env_id network seed episodic_life repeat_action_probability full_action_space",
+    "checkpoint": "env_id network seed total_timesteps learning_rate num_envs num_minibatches gamma q_lambda start_e "
+    "end_e exploration_fraction max_grad_norm episodic_life reward_clip repeat_action_probability full_action_space",
+}
 FREE = {
     "resume": "resume total_timesteps checkpoint_interval eval_episodes eval_epsilon capture_video track cuda "
     "env_threads torch_threads",
     "evaluate": "evaluate eval_episodes eval_epsilon capture_video cuda env_threads torch_threads seed runs_dir "
     "episodic_life repeat_action_probability",
+    "checkpoint": "checkpoint num_steps num_envs num_minibatches learning_rate seed runs_dir cuda torch_threads "
+    "env_threads probe_states probe_lengths noise_parts twin_states",
 }
 
 
@@ -1196,34 +1236,44 @@ def parse_args(argv: list[str] | None):
     """Args from the command line; with --resume or --evaluate, from those of the saved run and the command line."""
     argv = sys.argv[1:] if argv is None else list(argv)
     args = parse_flags(argv, Args())
-    if args.resume and args.evaluate:
-        refuse("--resume and --evaluate: one or the other")
-    if not (args.resume or args.evaluate):
+    options = [name for name in ("resume", "evaluate", "checkpoint") if getattr(args, name, "")]
+    if len(options) > 1:
+        refuse(f"{flag(options[0])} and {flag(options[1])}: one or the other")
+    if not options:
         return args
-    option = "resume" if args.resume else "evaluate"
+    (option,) = options
     path, saved = load_saved(option, getattr(args, option))
     script, known = saved["script"], {field.name for field in fields(Args)}
+    taken = known if option == "resume" else set(TAKEN[option].split())
+    if option == "resume" and script != Path(__file__).stem:
+        refuse(f"--resume {path}: made by {script}.py; go on with python {script}.py")
+    if not taken <= saved["args"].keys() or (option == "resume" and saved["args"].keys() != known):
+        refuse(f"{flag(option)} {path}: made by another version of {script}.py, with other flags")
+    run = {name: saved["args"][name] for name in taken}
     if option == "resume":
-        if script != Path(__file__).stem or saved["args"].keys() != known:
-            refuse(f"--resume {path}: made by {script}.py"
-                   + (f"; go on with python {script}.py" if script != Path(__file__).stem else " of another version"))
-        run = Args(**saved["args"] | {"resume": "", "runs_dir": str(resumed_dir(args.resume).parent)})
-    else:
-        named = "env_id network seed episodic_life repeat_action_probability full_action_space".split()
-        run = Args(**{name: saved["args"][name] for name in named})
+        run |= {"resume": "", "runs_dir": str(resumed_dir(args.resume).parent)}
+    run = Args(**run)
     args = parse_flags(argv, run)
-    for name in known - set(FREE[option].split()):
-        if getattr(args, name) != getattr(run, name):
-            refuse(f"{flag(name)} {getattr(args, name)}: {path} was made with {getattr(run, name)}, and that stays; "
-                   f"--{option} allows to change {' '.join(flag(free) for free in FREE[option].split()[1:])}")
+    for name in sorted(known - set(FREE[option].split())):
+        new, old = getattr(args, name), getattr(run, name)
+        if new != old:
+            shown = (flag(name) if new else flag("no_" + name)) if isinstance(new, bool) else f"{flag(name)} {new}"
+            if name == "runs_dir":
+                refuse(f"{shown}: a resumed run stays in its directory, {resumed_dir(args.resume)}")
+            why = f"{path} was made with {old}, and that stays" if name in taken else "it would have no effect"
+            free = " ".join(flag(free) for free in FREE[option].split()[1:])
+            refuse(f"{shown}: {why}; --{option} allows to change {free}")
     if option == "resume" and args.total_timesteps < run.total_timesteps:
         refuse(f"--total-timesteps {args.total_timesteps}: --resume may raise it, not lower it; "
-               f"the run was begun with {run.total_timesteps}")
+               f"the run has {run.total_timesteps}")  # fmt: skip
     return args
 
 
 def parse_flags(argv: list[str], defaults):
     """Args from flags alone; what tyro refuses ends with its message on one line and exit code 2."""
+    for this, following in itertools.pairwise([*argv, "-"]):
+        if this.rstrip("=") in ("--resume", "--evaluate", "--checkpoint") and ("=" in this or not following):
+            refuse(f"{this.rstrip('=')}: the name that follows is empty")
     switches = {field.name for field in fields(Args) if field.type is bool}
     for this, following in itertools.pairwise([*argv, "-"]):
         given, has_value = this.partition("=")[:2]
@@ -1322,8 +1372,13 @@ def check_args(args) -> None:
     if not os.access(place, os.W_OK | os.X_OK):
         refuse(f"{flag(name)} {place}: cannot be written to; choose a directory of yours")
     if args.resume:
-        with (place / "metrics.csv").open("a") as file:
-            lock(file, place)
+        try:
+            with (place / "metrics.csv").open("r+") as file:
+                lock(file, place)
+                if not file.readline().startswith("global_step,"):
+                    raise OSError(0, "its first line does not begin with global_step")
+        except OSError as error:
+            refuse(f"--resume {place}: is no run directory to go on in: metrics.csv: {error.strerror}")
 
 
 # ======================================================================================================================
@@ -1334,10 +1389,12 @@ def check_args(args) -> None:
 def main(argv: list[str] | None = None) -> dict:
     """Runs the script for a command line (sys.argv by default); returns what `train` returns, or the evaluation.
 
-    Exit codes: 2 for a command line that is refused, 130 after Ctrl-C, 143 after SIGTERM, else 1 for what went wrong.
+    Exit codes: 2 for a command line that is refused, 130 after Ctrl-C, 143 after SIGTERM, 129 after SIGHUP, else 1 for
+    what went wrong.
     """
-    args = parse_args(argv)
-    check_args(args)
+    with on_signals(signal.SIG_DFL):
+        args = parse_args(argv)
+        check_args(args)
 
     def stop(number, frame):
         raise SystemExit(128 + number)
@@ -1348,15 +1405,14 @@ def main(argv: list[str] | None = None) -> dict:
     except (OSError, FloatingPointError, ReplayError) as error:
         if isinstance(error, OSError) and error.errno not in DISK_ERRORS:
             raise
-        print(f"{Path(__file__).name}: error: {error}", file=sys.stderr)
+        say(f"{Path(__file__).name}: error: {error}")
         raise SystemExit(1) from None
     if args.evaluate:
         return result
-    print(
+    say(
         f"{result['global_step']:,} steps, {result['gradient_steps']:,} gradient steps; mean raw score of the last 100 "
         f"training games {result['episodic_return']:.1f}, of the evaluation {result['eval_return']:.1f}\n"
-        f"tensorboard --logdir {args.runs_dir}",
-        file=sys.stderr,
+        f"tensorboard --logdir {shlex.quote(args.runs_dir)}"
     )
     return result
 

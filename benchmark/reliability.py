@@ -68,7 +68,7 @@ def kills(count: int = 100, script: str = "pqn_abs_atari", seed: int = 0, out: P
     with tempfile.TemporaryDirectory() as directory:
         flags = ["--total-timesteps", "100000000", "--num-envs", "4", "--num-minibatches", "2", "--num-steps-max", "32",
                  "--divergence-interval", "1", "--checkpoint-interval", str(interval), "--eval-episodes", "0",
-                 "--runs-dir", directory]  # fmt: skip
+                 "--torch-threads", "1", "--env-threads", "1", "--runs-dir", directory]  # fmt: skip
         run_dir, reached, step = None, 0, 0
         while found["kills"] < count:
             for left in Path(directory).glob("*/*.tmp"):

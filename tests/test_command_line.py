@@ -344,7 +344,8 @@ def test_limits_cover_every_number(script):
     assert len(ruled) == len(set(ruled))
     numeric = {f.name for f in dataclasses.fields(script.Args) if f.type in (int, float)}
     assert numeric <= set(ruled)
-    modules = [importlib.import_module(name) for name in ("pqn_fixed_atari", "pqn_abs_atari")]
+    names = ("pqn_fixed_atari", "pqn_abs_atari", "divergence_probe")
+    modules = [importlib.import_module(name) for name in names]
     assert set(ruled) <= {field.name for module in modules for field in dataclasses.fields(module.Args)}
 
 

@@ -66,6 +66,8 @@ def test_copies_do_not_drift(first, second):
 
 def test_plumbing_is_the_same_text():
     assert part_two("pqn_fixed_atari") == part_two("pqn_abs_atari")
+    before_main = [part_two(script).partition("# Main\n")[0] for script in SCRIPTS]
+    assert len(set(before_main)) == 1 and "def check_args" in before_main[0]
 
 
 def diff():
@@ -116,8 +118,12 @@ def test_every_field_of_args_is_used_explained_and_frozen(script):
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_sections_stand_in_their_order(script):
     banners = re.findall(r"^# =+\n# (.+)\n# =+$", source(script), flags=re.MULTILINE)
+    probe = script == "divergence_probe"
     assert banners == [
-        "Arguments", "Environment", "Network", "PQN", "Batch", "Training",
+        "Arguments", "Environment", "Network", "PQN", "Batch",
+        *(["Divergence", "Gradient noise scale", "Twins", "Probe"] if probe else []),
+        "Training",
+        *(["Picture and summary"] if probe else []),
         "Evaluation and film", "Checkpoint and resume", "Logging and progress", "Checking the command line", "Main",
     ]  # fmt: skip
 
