@@ -132,7 +132,7 @@ class Args:
     """K, iterations of the longer divergence; after the first K the early policy is frozen (paper: 50)"""
     probe_states: int = 512
     """M, most states of each set: of the rollout, and of random play"""
-    branch_interval: int = 150
+    branch_interval: int = 200
     """iterations from one set of branches and twins to the next; a multiple of the probe interval"""
     probe_lengths: tuple[int, ...] = (16, 32, 64, 128)
     """rollout lengths to branch into [steps per environment]"""
