@@ -1000,9 +1000,12 @@ def draw(rows: list[dict], args: Args, path: Path) -> None:
     figure, ((time_axis, batch_axis), (noise_axis, twin_axis)) = plt.subplots(2, 2, figsize=(11, 8))
     figure.set_layout_engine("constrained")
 
-    def curve(axis, name, label, colour, style="o-"):
+    def curve(axis, name, label, colour, style="-"):
+        """Dots are measurements, the line the mean of the last five."""
         steps, values = np.array(column(rows, name)).reshape(-1, 2).T
-        axis.plot(steps, values, style, markersize=3, linewidth=1, color=colour, label=label)
+        means = [values[max(0, i - 4) : i + 1].mean() for i in range(len(values))]
+        axis.plot(steps, values, "o", markersize=3, alpha=0.4, color=colour)
+        axis.plot(steps, means, style, color=colour, label=label)
 
     curve(time_axis, "rollout/update/churn", "churn, one update", blue)
     curve(time_axis, "rollout/window/churn", f"churn, {args.probe_window} iterations", red)
@@ -1030,7 +1033,7 @@ def draw(rows: list[dict], args: Args, path: Path) -> None:
 
     curve(noise_axis, "noise/scale", "gradient noise scale", blue)
     curve(noise_axis, "probe/abs_batch_size", "batch that ABS would choose", red)
-    curve(noise_axis, "abs/batch_size", "batch of this run", "grey", "--")
+    noise_axis.axhline(args.num_steps * N, color="grey", linestyle="--", label="batch of this run")
     noise_axis.set_yscale("log")
     noise_axis.set(ylabel="[rows]", title="Noise scale, and the batch by divergence")
 
@@ -1358,7 +1361,7 @@ RANDOM_AND_HUMAN = {
     "Tennis-v5": (-23.8, -8.3), "TimePilot-v5": (3568, 5229.2), "Tutankham-v5": (11.4, 167.6),
     "UpNDown-v5": (533.4, 11693.2), "Venture-v5": (0, 1187.5), "VideoPinball-v5": (16256.9, 17667.9),
     "WizardOfWor-v5": (563.5, 4756.5), "YarsRevenge-v5": (3092.9, 54576.9), "Zaxxon-v5": (32.5, 9173.3),
-}
+}  # fmt: skip
 
 # ======================================================================================================================
 # Checkpoint and resume
@@ -1933,8 +1936,9 @@ def check_probe_args(args: Args) -> None:
     if args.num_steps * args.num_envs < 4 * args.noise_parts:
         refuse(f"--noise-parts {args.noise_parts}: a rollout has {args.num_steps * args.num_envs} rows; "
                f"allowed is up to a quarter of that")  # fmt: skip
-    if args.checkpoint and args.resume:
-        refuse("--checkpoint and --resume: one or the other")
+    longest = args.num_steps_max or (64 if args.network == "base" else 128)
+    if args.num_steps_min > longest:
+        refuse(f"--num-steps-min {args.num_steps_min}: more than --num-steps-max, {longest} steps")
 
 
 def main(argv: list[str] | None = None) -> dict:

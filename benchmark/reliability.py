@@ -121,7 +121,7 @@ def kills(count: int = 100, script: str = "pqn_abs_atari", seed: int = 0, out: P
         events = EventAccumulator(str(run_dir), size_guidance={"scalars": 0})
         events.Reload()
         seen = [event.step for event in events.Scalars("losses/td_loss")]
-        assert seen == steps[: len(seen)], "TensorBoard has a gap or doubles"
+        assert seen == steps[: len(seen)] and seen[-1] >= step, "TensorBoard has a gap or doubles"
     found["rows"] = len(steps)
     write(out, found)
     assert found["unreadable"] == 0 and found["largest_step_back"] <= interval

@@ -62,9 +62,7 @@ def test_tensorboard_and_csv_say_the_same(run):
     result = run("--eval-episodes", "2")
     events = EventAccumulator(result["run_dir"])
     events.Reload()
-    points = {
-        (tag, event.step): event.value for tag in events.Tags()["scalars"] for event in events.Scalars(tag)
-    }
+    points = {(tag, event.step): event.value for tag in events.Tags()["scalars"] for event in events.Scalars(tag)}
     evaluation = points.pop(("eval/return", result["global_step"]))
     assert evaluation == pytest.approx(result["eval_return"])
     cells = {

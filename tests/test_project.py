@@ -197,6 +197,21 @@ def test_the_glossary_is_what_is_logged(script, monkeypatch, tmp_path):
     assert [row[0].strip("`") for row in table("Metrics")] == [*logged, "eval/return"]
 
 
+def test_the_probes_glossary_is_what_the_probe_measures():
+    """Every column matches one tag of the table, <...> standing for a part between slashes, and every tag a column."""
+    probe = importlib.import_module("divergence_probe")
+    tags = [tag for row in table("The probe") for tag in re.findall(r"`([^`]+)`", row[0])]
+    patterns = {tag: re.sub(r"<\w+>", "[^/]+", tag) for tag in tags}
+    columns = probe.probe_metrics(probe.Args())
+    for column in columns:
+        assert [tag for tag, pattern in patterns.items() if re.fullmatch(pattern, column)], column
+    for tag, pattern in patterns.items():
+        assert any(re.fullmatch(pattern, column) for column in columns), tag
+    text = README.split("# The probe\n", 1)[1].split("\n## ")[0]
+    for word in (*probe.PAIRS, *{column.split("/")[-1] for column in columns if column.startswith("rollout")}):
+        assert f"`{word}`" in text, word
+
+
 def test_deviations_in_the_code_and_in_the_readme_agree():
     """The function that holds a DEVIATION comment is named in the README's table, and the other way round."""
     marked = set()

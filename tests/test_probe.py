@@ -1,0 +1,543 @@
+"""The probe: every metric against enumeration or a closed form, the training untouched, the twins that are known.
+
+M states, A actions, T steps per rollout, N environments.
+"""
+
+import copy
+import csv
+import importlib
+import itertools
+import math
+from pathlib import Path
+
+import envpool
+import numpy as np
+import pytest
+import torch
+from fake_envpool import Catch, CueGame, fake_make
+from PIL import Image
+from torch import nn
+
+import divergence_probe as probe
+import pqn_fixed_atari
+
+SMALL = (
+    "--num-envs 2 --num-minibatches 2 --total-timesteps 960 --eval-episodes 0 --torch-threads 1 --env-threads 1".split()
+)
+MEASURE = (
+    "--probe-interval 2 --probe-window 4 --branch-interval 4 --probe-lengths 4 8 --probe-states 24 --noise-parts 4 "
+    "--twin-states 0"
+).split()
+
+
+@pytest.fixture
+def run(monkeypatch, tmp_path):
+    """run(module, *flags, game=...): what main returns, on a fake game."""
+
+    def run(module, *flags, game=CueGame):
+        monkeypatch.setattr(envpool, "make", fake_make(game))
+        resumed = "--resume" in flags
+        return module.main([*([] if resumed else [*SMALL, "--runs-dir", str(tmp_path)]), *flags])
+
+    return run
+
+
+def rows_of(run_dir):
+    with open(f"{run_dir}/metrics.csv", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def model_of(run_dir):
+    return torch.load(f"{run_dir}/model.pt", weights_only=True)["q_network"]
+
+
+def same_parameters(a, b):
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Divergence
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def epsilon_greedy(action, epsilon, num_actions):
+    """The policy as a list of probabilities."""
+    return [epsilon / num_actions + (1 - epsilon) * (a == action) for a in range(num_actions)]
+
+
+@pytest.mark.parametrize("num_actions", [2, 3, 6, 18])
+def test_total_variation_by_enumeration(num_actions):
+    """Half the sum of absolute differences of the two policies, for every pair of actions and of epsilons."""
+    epsilons = (0.0, 0.001, 0.3, 0.9, 1.0)
+    for first, second, before, after in itertools.product(range(2), range(num_actions), epsilons, epsilons):
+        p, q = epsilon_greedy(first, before, num_actions), epsilon_greedy(second, after, num_actions)
+        expected = sum(abs(a - b) for a, b in zip(p, q)) / 2
+        got = probe.total_variation(torch.tensor([first != second]), before, after, num_actions).item()
+        assert got == pytest.approx(expected, abs=1e-6)
+
+
+def test_total_variation_at_one_epsilon_is_churn_up_to_the_random_share():
+    generator = torch.Generator().manual_seed(0)
+    q_before, q_after = torch.randn(2, 200, 6, generator=generator)
+    found = probe.divergences(q_before, q_after, 0.3, 0.3)
+    assert found["total_variation"] == pytest.approx(0.7 * found["churn"])
+    assert 0 < found["churn"] < 1
+
+
+def softmax(q):
+    weights = [math.exp(value - max(q)) for value in q]
+    return [weight / sum(weights) for weight in weights]
+
+
+def test_jensen_shannon_distance_by_enumeration():
+    """From its definition by entropies: H((p + q) / 2) - (H(p) + H(q)) / 2, in bits, and its root."""
+
+    def entropy(p):
+        return -sum(x * math.log2(x) for x in p if x > 0)
+
+    generator = torch.Generator().manual_seed(1)
+    q_before, q_after = 2 * torch.randn(2, 50, 5, generator=generator, dtype=torch.float64)
+    got = probe.jensen_shannon_distance(q_before, q_after, 0.7)
+    for before, after, distance in zip(q_before.tolist(), q_after.tolist(), got.tolist()):
+        p, q = softmax([x / 0.7 for x in before]), softmax([x / 0.7 for x in after])
+        mixture = [(a + b) / 2 for a, b in zip(p, q)]
+        assert distance**2 == pytest.approx(entropy(mixture) - (entropy(p) + entropy(q)) / 2, abs=1e-12)
+
+
+def test_jensen_shannon_distance_is_a_metric_between_0_and_1():
+    generator = torch.Generator().manual_seed(2)
+    a, b, c = 3 * torch.randn(3, 100, 4, generator=generator, dtype=torch.float64)
+
+    def distance(x, y):
+        return probe.jensen_shannon_distance(x, y, 1.0)
+
+    assert torch.allclose(distance(a, a), torch.zeros(100, dtype=torch.float64), atol=1e-7)
+    assert torch.allclose(distance(a, b), distance(b, a))
+    assert (distance(a, c) <= distance(a, b) + distance(b, c) + 1e-9).all()
+    apart = torch.tensor([[1000.0, 0.0]]), torch.tensor([[0.0, 1000.0]])
+    assert distance(*apart).item() == pytest.approx(1.0)
+
+
+def test_the_value_gap_by_hand():
+    """Three states: no flip, a flip between equals, a flip that matters; the spread is of Q after, over the actions."""
+    q_before = torch.tensor([[1.0, 0.0], [0.1, 0.0], [1.0, 0.0]])
+    q_after = torch.tensor([[2.0, 0.0], [0.0, 0.0 + 1e-6], [0.0, 4.0]])
+    found = probe.divergences(q_before, q_after, 0.0, 0.0)
+    spread = math.sqrt((1.0 + 0.0 + 4.0) / 3)  # root mean square of the states' standard deviations 1, 0 and 2
+    assert found["churn"] == pytest.approx(2 / 3)
+    assert found["value_gap"] == pytest.approx((0 + 0 + 4) / 3 / spread, rel=1e-4)
+    assert probe.action_spread(q_after) == pytest.approx(spread, rel=1e-4)
+
+
+def test_scale_and_offset_of_q_change_nothing():
+    """Multiplied by ten, or with another value per state, Q is the same policy and the same distance."""
+    generator = torch.Generator().manual_seed(3)
+    q_before, q_after = torch.randn(2, 100, 6, generator=generator, dtype=torch.float64)
+    values = torch.randn(100, 1, generator=generator, dtype=torch.float64)
+    found = probe.divergences(q_before, q_after, 0.1, 0.1)
+    assert probe.divergences(10 * q_before, 10 * q_after, 0.1, 0.1) == pytest.approx(found)
+    assert probe.divergences(q_before + values, q_after + values, 0.1, 0.1) == pytest.approx(found)
+
+
+def test_equal_policies_and_a_network_without_preferences():
+    q_values = torch.randn(10, 4, generator=torch.Generator().manual_seed(4))
+    assert probe.divergences(q_values, q_values, 0.1, 0.1) == pytest.approx(
+        {"churn": 0, "total_variation": 0, "js_distance": 0, "value_gap": 0}, abs=1e-3
+    )
+    flat = probe.divergences(torch.zeros(10, 4), torch.zeros(10, 4), 0.1, 0.1)
+    assert all(value == 0 for value in flat.values())
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Gradient noise scale
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def test_gradient_noise_scale_in_closed_form():
+    """Loss |theta - x|^2 / 2 with x normal around mu: G = theta - mu, S = sigma^2 I, so B = d sigma^2 / |theta - mu|^2.
+
+    Over many rollouts the two estimates must have these means; a biased one would be off by ten standard errors.
+    """
+    dimension, sigma, rows, parts = 5, 2.0, 32, 8
+    theta = nn.Parameter(torch.full((dimension,), 0.5))
+    generator = torch.Generator().manual_seed(0)
+    estimates = []
+    for _ in range(4000):
+        x = sigma * torch.randn(rows, dimension, generator=generator)  # mu = 0
+
+        def loss_of(batch, x=x):
+            return (theta - x[batch]).square().sum(dim=1).mean() / 2
+
+        estimates.append(probe.gradient_noise(loss_of, [theta], rows, parts, generator))
+    traces, squares = np.array(estimates).T
+    for found, expected in ((traces, dimension * sigma**2), (squares, dimension * 0.25)):
+        assert found.mean() == pytest.approx(expected, abs=4 * found.std() / math.sqrt(len(found)))
+    assert traces.mean() / squares.mean() == pytest.approx(dimension * sigma**2 / (dimension * 0.25), rel=0.1)
+    # The naive denominator, the square of the whole rollout's gradient, is biased: this test would notice.
+    naive = squares + traces / rows
+    assert abs(naive.mean() - dimension * 0.25) > 10 * naive.std() / math.sqrt(len(naive))
+    assert theta.grad is None
+
+
+def test_gradient_noise_by_brute_force():
+    """On a network, from gradients that torch computes part by part; rows that do not fill a part are left out."""
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
+    x, y = torch.randn(23, 3), torch.randn(23, 1)
+
+    def loss_of(rows):
+        return ((network(x[rows]) - y[rows]) ** 2).mean()
+
+    trace, square = probe.gradient_noise(loss_of, list(network.parameters()), 23, 4, torch.Generator().manual_seed(5))
+    order = torch.randperm(23, generator=torch.Generator().manual_seed(5))[:20].view(4, 5)
+
+    def gradient(rows):
+        network.zero_grad()
+        loss_of(rows).backward()
+        return torch.cat([p.grad.flatten() for p in network.parameters()]).double()
+
+    small = np.mean([gradient(rows).square().sum().item() for rows in order])
+    big = gradient(order.flatten()).square().sum().item()
+    assert trace == pytest.approx((small - big) / (1 / 5 - 1 / 20), rel=1e-4)
+    assert square == pytest.approx((20 * big - 5 * small) / 15, rel=1e-4, abs=1e-6)
+
+
+def test_numerator_and_denominator_are_smoothed_apart():
+    """A ratio of smoothed estimates, not a smoothed ratio; nothing while the denominator is not above 0."""
+    it = probe.Probe.__new__(probe.Probe)
+    it.args, it.state = probe.Args(noise_ema=0.5), {"noise": None}
+    found = []
+    for it.noise in ((8.0, 1.0), (4.0, -3.0), (4.0, 5.0)):
+        found.append(it.noise_scale())
+    assert found[0]["noise/scale"] == 8.0
+    assert "noise/scale" not in found[1]  # (1 - 3) / 2 < 0
+    assert found[2]["noise/scale"] == pytest.approx(((8 + 4) / 2 + 4) / 2 / (((1 - 3) / 2 + 5) / 2))
+    assert (found[2]["noise/trace"], found[2]["noise/square"]) == (4.0, 5.0)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The training is untouched
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("game", [CueGame, pytest.param(Catch, marks=pytest.mark.slow)])
+def test_the_training_is_that_of_the_fixed_script_bit_for_bit(run, game):
+    """All that both log is equal to the last digit, and so is the network."""
+    plain = run(pqn_fixed_atari, game=game)
+    probed = run(probe, *MEASURE, game=game)
+    assert same_parameters(model_of(plain["run_dir"]), model_of(probed["run_dir"]))
+    ours, theirs = rows_of(probed["run_dir"]), rows_of(plain["run_dir"])
+    shared = (ours[0].keys() & theirs[0].keys()) - {
+        "charts/SPS", "charts/wall_clock", "abs/behavioral_divergence", "abs/divergence_mean",
+    }  # fmt: skip
+    assert len(shared) >= 12
+    assert [{name: row[name] for name in shared} for row in ours] == [
+        {name: row[name] for name in shared} for row in theirs
+    ]
+    assert sum(bool(row["branch/4/churn"]) for row in ours) >= 3  # it did measure
+
+
+@pytest.mark.slow
+def test_the_training_is_untouched_with_envpool_and_twins_too(tmp_path):
+    flags = [*SMALL, "--runs-dir", str(tmp_path)]
+    measure = [*MEASURE[:-1], "8"]  # --twin-states
+    plain, probed = pqn_fixed_atari.main(flags), probe.main([*flags, *measure])
+    assert same_parameters(model_of(plain["run_dir"]), model_of(probed["run_dir"]))
+    seen = [float(row["twins/distinct_effects"]) for row in rows_of(probed["run_dir"]) if row["twins/distinct_effects"]]
+    assert seen and all(1 <= value <= 6 for value in seen)
+
+
+def test_measuring_changes_neither_network_nor_optimiser(run, monkeypatch):
+    """Parameters, moments and gradients before and after `after`, in which the branches learn."""
+    checked = []
+    after = probe.Probe.after
+
+    def watched(self, iteration, q_network, optimizer, epsilon):
+        before = copy.deepcopy((q_network.state_dict(), optimizer.state_dict()))
+        result = after(self, iteration, q_network, optimizer, epsilon)
+        assert same_parameters(before[0], q_network.state_dict())
+        for index, state in before[1]["state"].items():
+            assert same_parameters(state, optimizer.state_dict()["state"][index])
+        checked.append(result)
+        return result
+
+    monkeypatch.setattr(probe.Probe, "after", watched)
+    run(probe, *MEASURE)
+    assert sum("branch/8/churn" in result for result in checked) >= 3
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What is compared with what
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def test_the_policies_compared_are_those_of_their_iterations(run, monkeypatch):
+    """`before` and `after` an update, `past` K = 4 iterations ago, `early` after the first 4."""
+    ends, seen = {}, []
+    remember, after = probe.Probe.remember, probe.Probe.after
+
+    def remember_too(self, iteration, q_network, epsilon):
+        ends[iteration] = copy.deepcopy(q_network.state_dict())
+        remember(self, iteration, q_network, epsilon)
+
+    def after_too(self, iteration, *rest):
+        result = after(self, iteration, *rest)
+        seen.append((iteration, dict(self.policies), result))
+        return result
+
+    monkeypatch.setattr(probe.Probe, "remember", remember_too)
+    monkeypatch.setattr(probe.Probe, "after", after_too)
+    run(probe, *MEASURE)
+    assert [iteration for iteration, _, _ in seen] == list(range(2, 16, 2))
+    for iteration, policies, result in seen:
+        assert same_parameters(policies["after"], ends[iteration])
+        assert same_parameters(policies["before"], ends[iteration - 1])
+        assert ("past" in policies) == (iteration >= 6)  # a policy that has ended an iteration
+        assert ("early" in policies) == (iteration > 4)
+        if "past" in policies:
+            assert same_parameters(policies["past"], ends[iteration - 4])
+            assert same_parameters(policies["early"], ends[4])
+        assert ("rollout/window/churn" in result) == ("past" in policies)
+        assert ("reference/early_after/churn" in result) == ("early" in policies)
+        if iteration == 8:  # past and early are one policy
+            assert result["rollout/early_past/churn"] == 0
+            assert result["rollout/early_after/churn"] == result["rollout/window/churn"]
+
+
+def test_branches_learn_from_the_first_steps_and_are_compared_on_other_states(run, monkeypatch):
+    """L steps of the first N environments, targets cut at L, the minibatches and epochs of that L."""
+    calls, rollouts = [], []
+    learn, collect, divergences = probe.learn, probe.Collector.collect, probe.divergences
+    inside = [False]
+    branches = probe.Probe.branches
+
+    def branches_too(self, *args):
+        inside[0] = True
+        result = branches(self, *args)
+        inside[0] = False
+        return result
+
+    def learn_too(q_network, optimizer, rollout, epochs, num_minibatches, norm, rng):
+        if inside[0]:
+            calls.append(([x.clone() for x in rollout], epochs, num_minibatches, copy.deepcopy(q_network.state_dict())))
+        return learn(q_network, optimizer, rollout, epochs, num_minibatches, norm, rng)
+
+    def collect_too(self, q_network, T, *rest):
+        result = collect(self, q_network, T, *rest)
+        if inside[0]:
+            rollouts.append((T, [x.clone() for x in (self.rewards, self.values, *self.flags[:2], self.obs)]))
+        return result
+
+    monkeypatch.setattr(probe.Probe, "branches", branches_too)
+    monkeypatch.setattr(probe, "learn", learn_too)
+    monkeypatch.setattr(probe.Collector, "collect", collect_too)
+    run(probe, *MEASURE, "--probe-lengths", "4", "8", "64", "--update-epochs", "2", "--total-timesteps", "128")
+    assert divergences is probe.divergences
+    assert [len(call[0][1]) for call in calls] == [4 * 2, 8 * 2, 64 * 2]  # rows: L x N
+    assert [call[1:3] for call in calls] == [(2, 2), (2, 2), (4, 2)]  # epochs of eq. 10, minibatches
+    assert all(same_parameters(call[3], calls[0][3]) for call in calls)  # from the same point
+    (_, _), (T, (rewards, values, terminal, truncated, obs)) = rollouts
+    assert T == 64 and obs.shape[1] == 2 + 2  # N learn, H = 2 are held out
+    for (rows, actions, targets, valid), *_ in calls:
+        length = len(actions) // 2
+        assert torch.equal(rows, obs[:length, :2].flatten(0, 1)) and len(valid) == 2 * length
+        expected = probe.q_lambda_targets(
+            rewards[:length], values[1 : length + 1], terminal[:length], truncated[:length], 0.99, 0.65
+        )
+        assert torch.equal(targets, expected[:, :2].flatten())
+
+
+def test_the_batch_that_abs_would_choose(run):
+    """The adaptive script's rule on the divergences that the probe has logged."""
+    rows = rows_of(run(probe, *MEASURE, "--divergence-warmup", "2", "--divergence-window", "3")["run_dir"])
+    rule = importlib.import_module("pqn_abs_atari")
+    length, churns = 16.0, []
+    for row in rows:
+        if row["rollout/update/churn"]:
+            assert row["rollout/update/churn"] == row["abs/behavioral_divergence"]
+            churns.append(float(row["rollout/update/churn"]))
+            if len(churns) >= 2:
+                mean = np.mean(churns[-3:])
+                target = rule.rollout_length_target(mean, 16, 64, 0.05, 0.95)
+                length = rule.adapt_rollout_length(length, target, 0.9, 16, 64)
+            assert float(row["probe/abs_rollout_length"]) == round(length)
+            assert float(row["probe/abs_batch_size"]) == 2 * round(length)
+    assert length > 18
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Twins
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def effects_of(game, steps, every, seed=3):
+    """Classes of actions at every so many steps of random play, (S, A), by envpool's own games; and those by RAM."""
+    envs = envpool.make(f"{game}-v5", env_type="gymnasium", num_envs=1, seed=[seed], episodic_life=True)
+    emulator = probe.Emulator(envs.spec.config.task, False)
+    random, done = np.random.default_rng(seed), False
+    emulator.follow(0, True, 0.0, envs.reset()[1]["ram"][0], False)
+    found, by_ram = [], []
+    for step in range(steps):
+        action = int(random.integers(len(emulator.buttons)))
+        _, _, terminated, truncated, info = envs.step(np.array([action]))
+        ended = bool(info["terminated"][0] or truncated[0])
+        emulator.follow(action, done, info["reward"][0], info["ram"][0], ended)
+        done = bool(terminated[0] or truncated[0])
+        if step % every == 0 and not done:
+            ram = emulator.ale.getRAM().copy()
+            found.append(probe.effects(emulator))
+            assert np.array_equal(emulator.ale.getRAM(), ram)  # left as it was; the next `follow` agrees, too
+            rams, start = set(), emulator.ale.cloneState()
+            for button in range(len(emulator.buttons)):
+                emulator.act(button)
+                rams.add(emulator.ale.getRAM().tobytes())
+                emulator.ale.restoreState(start)
+            by_ram.append(len(rams))
+    return torch.stack(found), np.mean(by_ram)
+
+
+def test_pongs_twins():
+    """NOOP and FIRE, RIGHT and RIGHTFIRE, LEFT and LEFTFIRE are twins but where FIRE serves; RAM does not know it."""
+    classes, by_ram = effects_of("Pong", 600, 10)
+    names = [button.name for button in probe.Emulator("pong", False).buttons]
+    for one, other in (("NOOP", "FIRE"), ("RIGHT", "RIGHTFIRE"), ("LEFT", "LEFTFIRE")):
+        assert (classes[:, names.index(one)] == classes[:, names.index(other)]).float().mean() > 0.9
+    assert (classes[:, names.index("RIGHT")] != classes[:, names.index("LEFT")]).float().mean() > 0.5
+    distinct = (classes.max(dim=1).values + 1).float().mean().item()
+    assert 2.4 < distinct <= 3.0  # some 2.9 under random play; less before the ball is in play
+    assert by_ram > 5
+
+
+@pytest.mark.slow
+def test_games_at_both_ends():
+    """In Freeway all 3 actions differ in most states, in Qbert they hardly ever do."""
+    freeway, _ = effects_of("Freeway", 300, 10)
+    counts = freeway.max(dim=1).values + 1
+    assert (counts == 3).any() and counts.float().mean() > 2
+    qbert, _ = effects_of("Qbert", 300, 10)
+    assert (qbert.max(dim=1).values + 1).float().mean() < 1.4
+
+
+def test_effective_churn_by_enumeration():
+    """Every pair of actions under every grouping of three: a flip counts if and only if the classes differ."""
+    for classes in ([0, 0, 0], [0, 1, 1], [0, 1, 0], [0, 0, 1], [0, 1, 2]):
+        for before, after in itertools.product(range(3), repeat=2):
+            got = probe.effective_churn(torch.tensor([before]), torch.tensor([after]), torch.tensor([classes]))
+            assert got == float(classes[before] != classes[after])
+    got = probe.effective_churn(torch.tensor([0, 0]), torch.tensor([1, 2]), torch.tensor([[0, 0, 1], [0, 0, 1]]))
+    assert got == 0.5
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What comes out
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def test_columns_picture_and_share(run, capsys):
+    result = run(probe, *MEASURE)
+    rows = rows_of(result["run_dir"])
+    args = probe.parse_args([*SMALL, *MEASURE])
+    assert set(probe.probe_metrics(args)) <= rows[0].keys()
+    filled = {name for row in rows for name, value in row.items() if value}
+    assert {name for name in probe.probe_metrics(args) if not name.startswith("twins")} <= filled
+    assert all(0 < float(row["probe/share_of_time"]) < 1 for row in rows)
+    err = capsys.readouterr().err
+    assert "Non-stationarity" in err and "From the same point" in err and "Measuring took" in err
+    assert "Twins" not in err  # not looked for
+    with Image.open(Path(result["run_dir"]) / "probe.png") as picture:
+        assert picture.width > 1000 and len(picture.convert("RGB").getcolors(10**6)) > 20
+
+
+def made_up(churns, gaps, by_length, twins=(3.0, 0.4, 0.1)):
+    """Rows of metrics.csv with the cells that the summary reads."""
+    return [
+        {
+            "global_step": str(100 * i), "rollout/update/churn": str(churn), "rollout/update/value_gap": str(gap),
+            "branch/16/churn": str(by_length[0]), "branch/64/churn": str(by_length[1]),
+            "noise/scale": str(10 * (i + 1)),
+            "probe/abs_batch_size": "64", "twins/distinct_effects": str(twins[0]), "twins/churn": str(twins[1]),
+            "twins/effective_churn": str(twins[2]), "probe/share_of_time": "0.123",
+        }
+        for i, (churn, gap) in enumerate(zip(churns, gaps))
+    ]  # fmt: skip
+
+
+def test_the_summary_says_what_the_numbers_say():
+    args = probe.Args(probe_lengths=(16, 64), num_envs=2)
+    text = "\n".join(probe.summary(made_up([0.9] * 2 + [0.5] * 6 + [0.2] * 2, [0.5] * 5 + [0.1] * 5, (0.4, 0.3)), args))
+    assert "Non-stationarity fades" in text and "from 0.90 to 0.20" in text and "from 0.500 to 0.100" in text
+    assert "in 10 of 10 points" in text and "0.40 at T = 16, 0.30 at T = 64" in text
+    assert "10 rows at first, 100 at last" in text and "batch of 64 rows, this run's is 64" in text
+    assert "3.0 distinct effects" in text and "0.300 (75%)" in text and "Measuring took 12%" in text
+    text = "\n".join(probe.summary(made_up([0.2] * 5 + [0.9] * 5, [0.1] * 10, (0.3, 0.4)), args))
+    assert "Non-stationarity does not fade" in text and "in 0 of 10 points" in text
+
+
+def test_measuring_around_a_saved_model(run, capsys, monkeypatch):
+    """One row, one picture, no training: the model on disk is as it was, and its options are taken."""
+    trained = Path(run(pqn_fixed_atari, "--seed", "7", "--no-episodic-life")["run_dir"])
+    before = {path.name: path.read_bytes() for path in trained.iterdir()}
+    for place in (trained / "model.pt", trained):
+        make = fake_make(CueGame)
+        monkeypatch.setattr(envpool, "make", make)
+        flags = "--probe-lengths 4 8 --probe-states 24 --noise-parts 4 --twin-states 0".split()
+        result = probe.main(["--checkpoint", str(place), *flags, "--runs-dir", str(trained.parent / "around")])
+        assert make.calls[0]["episodic_life"] is False and make.calls[0]["num_envs"] == 2
+        (row,) = rows_of(result["run_dir"])
+        assert all(row[name] for name in ("branch/4/churn", "branch/8/td_error", "noise/trace", "rollout/update/churn"))
+        assert (Path(result["run_dir"]) / "probe.png").exists()
+        assert not list(Path(result["run_dir"]).glob("*.pt"))
+    assert {path.name: path.read_bytes() for path in trained.iterdir()} == before
+    assert "From the same point" in capsys.readouterr().err
+
+
+def test_a_stopped_probe_goes_on(run, monkeypatch, tmp_path):
+    """The early policy, the divergences and the smoothed noise are restored; metrics.csv has neither gap nor double."""
+    calls = [0]
+    collect = probe.Collector.collect
+
+    def failing(self, *args):
+        calls[0] += 1
+        if calls[0] == 20:
+            raise RuntimeError("by the test")
+        return collect(self, *args)
+
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="by the test"):
+        patch.setattr(probe.Collector, "collect", failing)
+        run(probe, *MEASURE)
+    (run_dir,) = tmp_path.iterdir()
+    saved = torch.load(run_dir / "checkpoint.pt", weights_only=True)["probe"]
+    assert saved["early"] is not None and saved["churns"] and saved["noise"] and saved["seconds"] > 0
+    starts = []
+    start = probe.Probe.__init__
+    monkeypatch.setattr(
+        probe.Probe, "__init__", lambda self, *args: start(self, *args) or starts.append(copy.deepcopy(self.state))
+    )
+    run(probe, "--resume", str(run_dir))
+    assert same_parameters(starts[0].pop("early"), saved.pop("early")) and starts[0] == saved
+    rows = rows_of(run_dir)
+    assert [int(row["global_step"]) for row in rows] == [64 * i for i in range(1, 16)]
+    assert [bool(row["rollout/update/churn"]) for row in rows] == [i % 2 == 1 for i in range(15)]
+    assert (run_dir / "probe.png").exists()
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--branch-interval 60 --probe-interval 50", ["--branch-interval 60", "multiple", "50"]),
+        ("--probe-lengths 16 1", ["--probe-lengths 1"]),
+        ("--probe-lengths 16 16", ["--probe-lengths 16 16", "once"]),
+        ("--noise-parts 2000", ["--noise-parts 2000", "quarter"]),
+        ("--probe-interval 0", ["--probe-interval 0"]),
+        ("--noise-ema 1.5", ["--noise-ema 1.5"]),
+        ("--twin-states -1", ["--twin-states -1"]),
+        ("--checkpoint nowhere", ["--checkpoint nowhere", "does not exist"]),
+        ("--checkpoint nowhere --resume there", ["--resume", "--checkpoint", "one or the other"]),
+        ("--num-steps-min 70", ["--num-steps-min 70"]),
+    ],
+)
+def test_what_the_probe_refuses(flags, words, capsys, tmp_path):
+    with pytest.raises(SystemExit) as stop:
+        probe.main(["--runs-dir", str(tmp_path), *flags.split()])
+    err = capsys.readouterr().err
+    assert stop.value.code == 2 and len(err.splitlines()) <= 2 and all(word in err for word in words), err
