@@ -667,7 +667,9 @@ class Probe:
         held_out = max(2, args.num_envs // 4)
         num_envs = args.num_envs + held_out
         first_step = saved.get("global_step", 0)
-        self.envs = make_envs(args, environment_seeds(args.seed, num_envs, "probe", first_step))
+        say(f"building {num_envs} more for the probe ...")
+        with on_signals(signal.SIG_DFL):
+            self.envs = make_envs(args, environment_seeds(args.seed, num_envs, "probe", first_step))
         self.collector = Collector(args, self.envs, num_envs, max(args.probe_lengths), self.device)
         self.emulators, self.twins, self.candidates = [], None, None
         if args.twin_states and not args.repeat_action_probability:
