@@ -131,19 +131,21 @@ class Args:
     probe_window: int = 50
     """K, iterations of the longer divergence; after the first K the early policy is frozen (paper: 50)"""
     probe_states: int = 512
-    """M, most states of each set: of the rollout, and of random play"""
+    """M, most states of each set: of the rollout, of random play, and held out from the branches"""
+    opening_steps: int = 512
+    """steps that the probe's own games are played at random before they count [steps per environment]"""
     branch_interval: int = 200
     """iterations from one set of branches and twins to the next; a multiple of the probe interval"""
     probe_lengths: tuple[int, ...] = (16, 32, 64, 128)
     """rollout lengths to branch into [steps per environment]"""
     noise_parts: int = 16
-    """parts of the rollout whose gradients give the noise scale"""
+    """most parts of the rollout, each of whole environments, whose gradients give the noise scale"""
     noise_ema: float = 0.9
     """weight of the old estimate in the smoothed numerator and denominator of the noise scale"""
     twin_states: int = 200
-    """about so many states in which the emulator tries every action; 0 tries none"""
+    """about so many states, of 4 games, in which the emulator tries every action; 0 tries none"""
 
-    # --- The batch that ABS would choose from the same divergence
+    # --- The batch that ABS would choose from the same divergence, measured every probe interval
     num_steps_min: int = 16
     """T_min, shortest rollout, and the first one [steps per environment] (paper: 16)"""
     num_steps_max: int = 0
@@ -443,13 +445,13 @@ def total_variation(flipped, epsilon_before: float, epsilon_after: float, num_ac
     return torch.where(flipped, other, same)
 
 
-def jensen_shannon_distance(q_before, q_after, temperature: float):
-    """Jensen-Shannon distance of softmax(Q / temperature) before and after, in each state: (M, A) twice -> (M,).
+def jensen_shannon_distance(logits_before, logits_after):
+    """Jensen-Shannon distance of two softmax policies, in each state: (M, A) twice -> (M,) in [0, 1].
 
     The square root of the divergence in bits (Endres and Schindelin 2003): a metric, 0 for equal policies, 1 for
     policies without an action in common.
     """
-    log_p, log_q = (F.log_softmax(q / temperature, dim=1) for q in (q_before, q_after))
+    log_p, log_q = (F.log_softmax(logits, dim=1) for logits in (logits_before, logits_after))
     log_m = torch.logaddexp(log_p, log_q) - math.log(2)
     divergence = ((log_p.exp() * (log_p - log_m)).sum(1) + (log_q.exp() * (log_q - log_m)).sum(1)) / 2
     return (divergence / math.log(2)).clamp(0, 1).sqrt()
@@ -468,20 +470,22 @@ def divergences(q_before, q_after, epsilon_before: float, epsilon_after: float) 
 
     churn            share of states with another greedy action (Park 2026, eq. 3)
     total_variation  of the epsilon-greedy policies
-    js_distance      of the softmax policies, at the spread of Q before as temperature: it knows how close a flip was,
-                     and does not change if all of Q is multiplied
+    js_distance      of softmax policies, each at the spread of its own Q as temperature: it knows how close a flip
+                     was, and nothing of the scale of Q
     value_gap        max_a Q_after(s, a) - Q_after(s, a_before) over the spread of Q after: what it would cost, in the
                      eyes of the network after, to play on as before; 0 where the greedy action is the same
     """
     a_before, a_after = q_before.argmax(dim=1), q_after.argmax(dim=1)
     flipped = a_before != a_after
-    gap = q_after.max(dim=1).values - q_after.gather(1, a_before.unsqueeze(1)).squeeze(1)
-    tiny = torch.finfo(q_after.dtype).tiny  # for a network that values all actions alike
+    # A state's value is no preference: advantages, in double precision, or equal policies come out 0.0003 apart.
+    before, after = (q.double() - q.double().max(dim=1, keepdim=True).values for q in (q_before, q_after))
+    gap = -after.gather(1, a_before.unsqueeze(1)).squeeze(1)
+    spread_before, spread_after = (max(action_spread(q), 1e-30) for q in (before, after))  # 0: all actions alike
     return {
         "churn": behavioral_divergence(a_before, a_after),
         "total_variation": total_variation(flipped, epsilon_before, epsilon_after, q_after.shape[1]).mean().item(),
-        "js_distance": jensen_shannon_distance(q_before, q_after, max(action_spread(q_before), tiny)).mean().item(),
-        "value_gap": gap.mean().item() / max(action_spread(q_after), tiny),
+        "js_distance": jensen_shannon_distance(before / spread_before, after / spread_after).mean().item(),
+        "value_gap": gap.mean().item() / spread_after,
     }
 
 
@@ -490,26 +494,26 @@ def divergences(q_before, q_after, epsilon_before: float, epsilon_after: float) 
 # ======================================================================================================================
 
 
-def gradient_noise(loss_of, parameters: list, num_rows: int, parts: int, rng: torch.Generator) -> tuple[float, float]:
+def gradient_noise(loss_of, parameters: list, parts: list) -> tuple[float, float]:
     """Unbiased estimates of tr(S) and |G|^2 (McCandlish et al. 2018, arXiv 1812.06162, eqs. A.2 and A.3).
 
     S is the covariance of one row's gradient, G the mean gradient: tr(S) / |G|^2 is the batch [rows] at which noise and
-    signal are equal. From the gradients of `parts` equal parts of the rows, of b rows each, and of all B together:
+    signal are equal. From the gradients of parts of b rows each (on average), and of all B rows together:
 
         |G|^2 = (B |G_B|^2 - b |G_b|^2) / (B - b)          tr(S) = (|G_b|^2 - |G_B|^2) / (1/b - 1/B)
 
-    with |G_b|^2 the mean over the parts. loss_of(rows) is the mean loss of the given row indices. Unbiased if the rows
-    are independent; those of a rollout are not quite. A ratio of unbiased estimates is biased: smooth the two apart.
-    Leaves the parameters' .grad alone.
+    with |G_b|^2 the mean over the parts. loss_of(rows) is the mean loss of the rows of a part. The parts must be
+    independent of each other: rows drawn at random from a rollout are not, and make B too small; whole environments
+    are. A ratio of unbiased estimates is biased: smooth the two apart. Leaves the parameters' .grad alone.
     """
-    b = num_rows // parts
-    order = torch.randperm(num_rows, generator=rng, device=rng.device)[: b * parts].view(parts, b)
-    total, squares = None, 0.0
-    for rows in order:
+    B, n = sum(len(rows) for rows in parts), len(parts)
+    b = B / n
+    total, squares = 0.0, 0.0
+    for rows in parts:
         gradient = torch.cat([g.flatten() for g in torch.autograd.grad(loss_of(rows), parameters)])
         squares += gradient.square().sum()
-        total = gradient if total is None else total + gradient
-    small, big, B = (squares / parts).item(), (total / parts).square().sum().item(), b * parts
+        total = total + gradient
+    small, big = (squares / n).item(), (total / n).square().sum().item()
     return (small - big) / (1 / b - 1 / B), (B * big - b * small) / (B - b)
 
 
@@ -658,48 +662,59 @@ class Probe:
 
     Its N + H environments play on from branch to branch. The branches learn from the first N; on the states of the
     other H, which none has learnt from, they are compared. Beside four of them runs an emulator, for the twins.
+    What a resumed run needs is in `state`.
     """
 
     def __init__(self, args: Args, q_network: nn.Module, saved: dict):
         self.args, self.device = args, next(q_network.parameters()).device
-        self.rng = torch.Generator(self.device).manual_seed(args.seed)
-        self.scratch = copy.deepcopy(q_network)  # whatever policy is to be looked at
-        held_out = max(2, args.num_envs // 4)
-        num_envs = args.num_envs + held_out
-        first_step = saved.get("global_step", 0)
-        say(f"building {num_envs} more for the probe ...")
-        with on_signals(signal.SIG_DFL):
-            self.envs = make_envs(args, environment_seeds(args.seed, num_envs, "probe", first_step))
-        self.collector = Collector(args, self.envs, num_envs, max(args.probe_lengths), self.device)
-        self.emulators, self.twins, self.candidates = [], None, None
-        if args.twin_states and not args.repeat_action_probability:
-            rom = self.envs.spec.config.task
-            self.emulators = [Emulator(rom, args.full_action_space) for _ in range(min(4, num_envs))]
-            for i, emulator in enumerate(self.emulators):
-                emulator.follow(0, True, 0.0, self.collector.first_info["ram"][i], False)
-            self.collector.watch = self.follow
-
-        # The reference states are those of a random policy, the same whatever the training has learnt since.
-        random_play, _ = self.collector.collect(self.scratch, max(args.probe_lengths), lambda t: 1.0, self.rng)
-        self.reference = random_play.obs[self.sample(random_play.valid)].clone()  # (M, 4, 84, 84) uint8
-
-        self.past = deque()  # (iteration, parameters, epsilon) at the ends of iterations that a probe will look back to
         self.state = saved.get("probe") or {
-            "early": None, "early_epsilon": 0.0, "noise": None, "churns": [], "length": float(args.num_steps_min),
-            "seconds": 0.0,
+            "early": None, "early_epsilon": 0.0,  # parameters and epsilon after the first K iterations
+            "past": {},  # iteration -> parameters and epsilon at its end, if a later measurement will look back to it
+            "noise": [0.0, 0.0], "churns": [], "length": float(args.num_steps_min), "branched": False, "seconds": 0.0,
         }  # fmt: skip
-        self.branched = False
+        self.policies, self.states, self.noise, self.twins, self.candidates = {}, None, None, None, None
+        with self.timed():
+            self.rng = torch.Generator(self.device).manual_seed(args.seed)
+            self.scratch = copy.deepcopy(q_network)  # whatever policy is to be looked at
+            num_envs = args.num_envs + max(2, args.num_envs // 4)
+            say(f"building {num_envs} more for the probe ...")
+            with on_signals(signal.SIG_DFL):
+                envs = make_envs(args, environment_seeds(args.seed, num_envs, "probe"))
+            self.collector = Collector(args, envs, num_envs, max(128, *args.probe_lengths), self.device)
+            self.emulators = []
+            if args.twin_states and not args.repeat_action_probability:
+                rom = envs.spec.config.task
+                self.emulators = [Emulator(rom, args.full_action_space) for _ in range(min(4, num_envs))]
+                for i, emulator in enumerate(self.emulators):
+                    emulator.follow(0, True, 0.0, self.collector.first_info["ram"][i], False)
+                self.collector.watch = self.follow
+
+            # The reference states are those of random play with this seed, also in a resumed run. Random play goes on
+            # from there, so that the games come apart from each other.
+            random_play, _ = self.collector.collect(self.scratch, 128, lambda t: 1.0, self.rng)
+            self.reference = random_play.obs[self.sample(random_play.valid)]  # (M, 4, 84, 84) uint8
+            self.play_on(args.opening_steps, 1.0)
+            self.rng.manual_seed(args.seed + saved.get("global_step", 0))
+
+    def play_on(self, steps: int, epsilon: float) -> None:
+        """Lets the probe's games go on with the policy in `scratch`."""
+        for done in range(0, steps, 128):
+            self.collector.collect(self.scratch, min(128, steps - done), lambda t: epsilon, self.rng)
 
     def follow(self, t, actions, reset_row, info, done, game_ended) -> None:
         """Keeps the emulators beside their environments, and tries all actions where twins are being looked for."""
         every = max(1, max(self.args.probe_lengths) * len(self.emulators) // self.args.twin_states)
-        for i, emulator in enumerate(self.emulators):
-            emulator.follow(actions[i], reset_row[i], info["reward"][i], info["ram"][i], game_ended[i])
-            if self.candidates is not None and t % every == 0 and not done[i]:
-                self.candidates.append((self.collector.obs[t + 1, i].clone(), effects(emulator)))
+        try:
+            for i, emulator in enumerate(self.emulators):
+                emulator.follow(actions[i], reset_row[i], info["reward"][i], info["ram"][i], game_ended[i])
+                if self.candidates is not None and t % every == 0 and not done[i]:
+                    self.candidates.append((self.collector.obs[t + 1, i].clone(), effects(emulator)))
+        except ReplayError as error:
+            say(f"twins are not looked for any more: {error}")
+            self.emulators, self.candidates, self.collector.watch = [], None, None
 
     def sample(self, valid):
-        """At most M valid rows, without replacement."""
+        """At most M valid rows, without replacement; reset rows are no states to act in, as in the other scripts."""
         rows = valid.nonzero().squeeze(1)
         return rows[torch.randperm(len(rows), generator=self.rng, device=self.device)][: self.args.probe_states]
 
@@ -716,6 +731,8 @@ class Probe:
             torch.cuda.synchronize()
         start = time.monotonic()
         yield
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
         self.state["seconds"] += time.monotonic() - start
 
     def before(self, q_network: nn.Module, rollout: Rollout) -> None:
@@ -723,30 +740,32 @@ class Probe:
         with self.timed():
             self.policies = {"before": copy.deepcopy(q_network.state_dict())}
             rows = self.sample(rollout.valid)
-            self.states = rollout.obs[rows].clone()  # (M, 4, 84, 84) uint8
-            rollout = rollout.rows(rollout.valid.nonzero().squeeze(1))
+            self.states = rollout.obs[rows]  # (M, 4, 84, 84) uint8
 
             def loss_of(rows):
                 part = rollout.rows(rows)
                 return td_loss(q_network(part.obs), part.actions, part.targets, part.valid)[0]
 
-            parameters = list(q_network.parameters())
-            self.noise = gradient_noise(loss_of, parameters, len(rollout.valid), self.args.noise_parts, self.rng)
+            N = self.args.num_envs
+            by_env = torch.arange(len(rollout.valid), device=self.device).view(-1, N).t()  # (N, T) rows
+            by_env = by_env[torch.randperm(N, generator=self.rng, device=self.device)]
+            parts = [part.flatten() for part in by_env.tensor_split(min(self.args.noise_parts, N))]
+            parts = [part[rollout.valid[part] > 0] for part in parts]
+            self.noise = gradient_noise(loss_of, list(q_network.parameters()), [part for part in parts if len(part)])
 
     def after(self, iteration: int, q_network: nn.Module, optimizer: torch.optim.Optimizer, epsilon: float) -> dict:
         """After phase 3 of an iteration that is measured: all its metrics. Epsilon is that of the iteration's end."""
         with self.timed():
             args, measured = self.args, {}
-            if (iteration - args.probe_interval) % args.branch_interval == 0 or not self.branched:
+            branching = (iteration - args.probe_interval) % args.branch_interval == 0 or not self.state["branched"]
+            if branching:
                 measured |= self.branches(q_network, optimizer, epsilon)
-                self.branched = True
+                self.state["branched"] = True
 
             self.policies["after"] = copy.deepcopy(q_network.state_dict())
             epsilons = dict.fromkeys(("before", "after"), epsilon)
-            while self.past and self.past[0][0] < iteration - args.probe_window:
-                self.past.popleft()
-            if self.past and self.past[0][0] == iteration - args.probe_window:
-                _, self.policies["past"], epsilons["past"] = self.past.popleft()
+            if iteration - args.probe_window in self.state["past"]:
+                self.policies["past"], epsilons["past"] = self.state["past"].pop(iteration - args.probe_window)
             if self.state["early"] is not None:
                 self.policies["early"], epsilons["early"] = self.state["early"], self.state["early_epsilon"]
             for place, states in ("rollout", self.states), ("reference", self.reference):
@@ -759,7 +778,8 @@ class Probe:
             if self.twins is not None:
                 states, classes = self.twins
                 greedy = [self.q_values(self.policies[name], states).argmax(dim=1) for name in ("before", "after")]
-                measured["twins/distinct_effects"] = (classes.max(dim=1).values + 1).float().mean().item()
+                if branching:
+                    measured["twins/distinct_effects"] = (classes.max(dim=1).values + 1).float().mean().item()
                 measured["twins/churn"] = behavioral_divergence(*greedy)
                 measured["twins/effective_churn"] = effective_churn(*greedy, classes)
             measured |= self.noise_scale() | self.batch_of_abs(measured["rollout/update/churn"])
@@ -772,7 +792,7 @@ class Probe:
                 self.state["early"] = copy.deepcopy(q_network.state_dict())
                 self.state["early_epsilon"] = epsilon
             if (iteration + self.args.probe_window) % self.args.probe_interval == 0:
-                self.past.append((iteration, copy.deepcopy(q_network.state_dict()), epsilon))
+                self.state["past"][iteration] = (copy.deepcopy(q_network.state_dict()), epsilon)
 
     def branches(self, q_network: nn.Module, optimizer: torch.optim.Optimizer, epsilon: float) -> dict:
         """From the present parameters and optimiser state, one update for each rollout length.
@@ -782,7 +802,8 @@ class Probe:
         """
         args, N, longest = self.args, self.args.num_envs, max(self.args.probe_lengths)
         # The games stand where an older policy had left them: play on for a while before it counts.
-        self.collector.collect(q_network, min(32, longest), lambda t: epsilon, self.rng)
+        self.scratch.load_state_dict(q_network.state_dict())
+        self.play_on(128, epsilon)
         self.candidates = [] if self.emulators else None
         rollout, _ = self.collector.collect(q_network, longest, lambda t: epsilon, self.rng)
         if self.candidates:
@@ -814,10 +835,8 @@ class Probe:
 
     def noise_scale(self) -> dict:
         """Smoothed numerator over smoothed denominator [rows]; nothing while the denominator is not above 0."""
-        trace, square = self.noise
-        if self.state["noise"] is not None:
-            old, ema = self.state["noise"], self.args.noise_ema
-            trace, square = ema * old[0] + (1 - ema) * trace, ema * old[1] + (1 - ema) * square
+        ema = self.args.noise_ema  # both begin at 0: that weighs on both alike, and not on the ratio
+        trace, square = (ema * old + (1 - ema) * new for old, new in zip(self.state["noise"], self.noise))
         self.state["noise"] = [trace, square]
         measured = {"noise/trace": self.noise[0], "noise/square": self.noise[1]}
         return measured | ({"noise/scale": trace / square} if square > 0 else {})
@@ -884,8 +903,6 @@ def train(args: Args) -> dict:
         if model:
             load_network(q_network, model)
             global_step = model["global_step"]
-            if "optimizer" in model:
-                optimizer.load_state_dict(model["optimizer"])
         collector = Collector(args, envs, N, T, device)
         probe = Probe(args, q_network, saved)
         decay_steps = args.exploration_fraction * args.total_timesteps
@@ -893,7 +910,10 @@ def train(args: Args) -> dict:
         def epsilon_after(t: int) -> float:
             return epsilon_at(global_step + t * N, args.start_e, args.end_e, decay_steps)
 
-        while global_step + T * N <= args.total_timesteps or model:
+        if model:
+            settle(q_network, optimizer, model, collector, args, epsilon_after(0), rng)
+        last = global_step + T * N if model else args.total_timesteps  # around a model: one iteration
+        while global_step + T * N <= last:
             iteration += 1
 
             # 1 collect and 2 targets
@@ -947,8 +967,6 @@ def train(args: Args) -> dict:
                 },
                 recent_return=np.mean(recent_scores) if recent_scores else math.nan,
             )
-            if model:
-                break
             log.keep(
                 {
                     "iteration": iteration,
@@ -961,6 +979,8 @@ def train(args: Args) -> dict:
                 }
             )
 
+        if not model:
+            log.save_final()
         with (log.run_dir / "metrics.csv").open(newline="") as file:
             rows = list(csv.DictReader(file))
         draw(rows, args, log.run_dir / "probe.png")
@@ -968,11 +988,9 @@ def train(args: Args) -> dict:
             say(line)
         say(f"picture: {log.run_dir / 'probe.png'}")
         report = {"mean": math.nan}
-        if not model:
-            log.save_final()
-            if args.eval_episodes:
-                report = evaluate_and_save(q_network, args, log.run_dir, global_step)
-                log.write_evaluation(report["mean"])
+        if args.eval_episodes and not model:
+            report = evaluate_and_save(q_network, args, log.run_dir, global_step)
+            log.write_evaluation(report["mean"])
     return {
         "run_dir": str(log.run_dir),
         "global_step": global_step,
@@ -981,6 +999,32 @@ def train(args: Args) -> dict:
         "episodic_return": float(np.mean(recent_scores)) if recent_scores else math.nan,
         "eval_return": report["mean"],
     }
+
+
+def settle(q_network, optimizer, model: dict, collector: Collector, args: Args, epsilon: float, rng) -> None:
+    """Before a saved model is measured: games in full swing, and an optimiser as in the middle of a run.
+
+    checkpoint.pt has the optimiser's state. model.pt has not, and with a fresh one RAdam would hardly move for its
+    first hundreds of steps: so its moments are gathered at a learning rate of 0, and count as those of a long run.
+    """
+    for _ in range(math.ceil(args.opening_steps / args.num_steps)):
+        rollout, _ = collector.collect(q_network, args.num_steps, lambda t: epsilon, rng)
+    if "optimizer" in model:
+        optimizer.load_state_dict(model["optimizer"])
+    else:
+        say("model.pt has no optimiser state: gathering one at a learning rate of 0 (checkpoint.pt has it)")
+        rollouts, group = 8, optimizer.param_groups[0]
+        group["lr"] = 0.0
+        for _ in range(rollouts):
+            rollout, _ = collector.collect(q_network, args.num_steps, lambda t: epsilon, rng)
+            learn(q_network, optimizer, rollout, args.update_epochs, args.num_minibatches, args.max_grad_norm, rng)
+        updates = rollouts * args.update_epochs * args.num_minibatches
+        for moments in optimizer.state.values():
+            for name, beta in zip(("exp_avg", "exp_avg_sq"), group["betas"]):
+                moments[name] /= 1 - beta**updates
+            moments["step"].fill_(10**5)
+    for group in optimizer.param_groups:
+        group["lr"] = args.learning_rate
 
 
 # ======================================================================================================================
@@ -1002,11 +1046,11 @@ def draw(rows: list[dict], args: Args, path: Path) -> None:
     figure, ((time_axis, batch_axis), (noise_axis, twin_axis)) = plt.subplots(2, 2, figsize=(11, 8))
     figure.set_layout_engine("constrained")
 
-    def curve(axis, name, label, colour, style="-"):
-        """Dots are measurements, the line the mean of the last five."""
+    def curve(axis, name, label, colour, scale=1.0, over=5, style="-"):
+        """Dots are measurements, the line the mean of the last five of them."""
         steps, values = np.array(column(rows, name)).reshape(-1, 2).T
-        means = [values[max(0, i - 4) : i + 1].mean() for i in range(len(values))]
-        axis.plot(steps, values, "o", markersize=3, alpha=0.4, color=colour)
+        means = [scale * values[max(0, i + 1 - over) : i + 1].mean() for i in range(len(values))]
+        axis.plot(steps, scale * values, "o", markersize=3, alpha=0.4, color=colour)
         axis.plot(steps, means, style, color=colour, label=label)
 
     curve(time_axis, "rollout/update/churn", "churn, one update", blue)
@@ -1023,21 +1067,26 @@ def draw(rows: list[dict], args: Args, path: Path) -> None:
         right.set_ylabel("raw score, mean of 20 (dotted)")
 
     branches = column(rows, *(f"branch/{length}/churn" for length in args.probe_lengths))
-    for (step, *churns), colour in zip(branches, plt.cm.viridis(np.linspace(0, 0.9, max(1, len(branches))))):
-        batches = [length * N for length in args.probe_lengths]
-        batch_axis.plot(batches, churns, "o-", color=colour, label=f"at {step / 1000:,.0f} k steps")
+    lengths = args.probe_lengths
+    named = {0, len(branches) // 2, len(branches) - 1}
+    for i, (step, *churns) in enumerate(branches):
+        label = f"at {step / 1000:,.0f} k steps" if i in named else None
+        colour = plt.cm.viridis(0.9 * i / max(1, len(branches) - 1))
+        batch_axis.plot([length * N for length in lengths], churns, "o-", color=colour, label=label)
+    steps_of = [args.num_minibatches * update_epochs_for(L, args.update_epochs, args.base_num_steps) for L in lengths]
     batch_axis.set_xscale("log", base=2)
-    batch_axis.set_xticks([length * N for length in args.probe_lengths])
-    batch_axis.xaxis.set_major_formatter(lambda batch, _: f"{batch:,.0f}")
+    batch_axis.set_xticks([length * N for length in lengths], [f"{L * N:,}\n({n})" for L, n in zip(lengths, steps_of)])
     batch_axis.minorticks_off()
-    batch_axis.set(xlabel="batch of the one update, T x N [rows]", ylabel="churn on held-out states",
-                   title="One update from the same point, by its batch", ylim=(0, None))  # fmt: skip
+    batch_axis.set(xlabel="batch, T x N [rows] (and gradient steps, with the epochs of ABS)",
+                   ylabel="churn on held-out states", title="One iteration's learning from the same point",
+                   ylim=(0, None))  # fmt: skip
 
-    curve(noise_axis, "noise/scale", "gradient noise scale", blue)
-    curve(noise_axis, "probe/abs_batch_size", "batch that ABS would choose", red)
-    noise_axis.axhline(args.num_steps * N, color="grey", linestyle="--", label="batch of this run")
+    minibatch = args.num_steps * N / args.num_minibatches
+    curve(noise_axis, "noise/scale", "gradient noise scale", blue, over=1)
+    curve(noise_axis, "probe/abs_batch_size", "minibatch of ABS", red, scale=1 / args.num_minibatches, over=1)
+    noise_axis.axhline(minibatch, color="grey", linestyle="--", label="minibatch of this run")
     noise_axis.set_yscale("log")
-    noise_axis.set(ylabel="[rows]", title="Noise scale, and the batch by divergence")
+    noise_axis.set(ylabel="[rows per gradient step]", title="Noise scale, and the minibatch by divergence")
 
     curve(twin_axis, "twins/churn", "churn", blue)
     curve(twin_axis, "twins/effective_churn", "effective churn: other effects only", red)
@@ -1054,7 +1103,8 @@ def draw(rows: list[dict], args: Args, path: Path) -> None:
             axis.legend(frameon=False, fontsize=8)
     last = int(rows[-1]["global_step"])
     figure.suptitle(f"{args.env_id}, {args.network} network, seed {args.seed}, {last:,} steps, {N} environments x "
-                    f"{args.num_steps} steps, {args.num_minibatches} minibatches")  # fmt: skip
+                    f"{args.num_steps} steps, {args.num_minibatches} minibatches\n"
+                    "dots: measurements; lines: means of five", fontsize=11)  # fmt: skip
     figure.savefig(path, dpi=130)
     plt.close(figure)
 
@@ -1062,48 +1112,54 @@ def draw(rows: list[dict], args: Args, path: Path) -> None:
 def summary(rows: list[dict], args: Args) -> list[str]:
     """The answers in words, with their numbers; each line is of the measurements in metrics.csv alone."""
 
-    def ends(name: str) -> tuple[float, float] | None:
-        """Means over the first and the last fifth of the measurements."""
-        values = [value for _, value in column(rows, name)]
-        fifth = max(1, len(values) // 5)
-        return (float(np.mean(values[:fifth])), float(np.mean(values[-fifth:]))) if len(values) > 1 else None
+    def of(name: str) -> np.ndarray:
+        return np.array([value for _, value in column(rows, name)])
 
     lines = []
-    churn, gap = ends("rollout/update/churn"), ends("rollout/update/value_gap")
-    if churn and gap:
-        verdict = "fades" if churn[1] < churn[0] else "does not fade"
+    churns, gaps = of("rollout/update/churn"), of("rollout/update/value_gap")
+    if len(churns) >= 6:
+        n = max(3, len(churns) // 5)
+        first, last = churns[:n], churns[-n:]
+        error = math.sqrt((first.var() + last.var()) / (n - 1))  # standard error of the difference of the means
+        change = last.mean() - first.mean()
+        verdict = "fades" if change < -2 * error else "grows" if change > 2 * error else "hardly changes"
         lines.append(
-            f"Non-stationarity {verdict}: from the first to the last fifth of the measurements, the churn of one "
-            f"update goes from {churn[0]:.2f} to {churn[1]:.2f}, its value gap from {gap[0]:.3f} to {gap[1]:.3f} "
-            "standard deviations of Q."
+            f"Non-stationarity {verdict}: from the first {n} measurements to the last {n}, the churn of one update "
+            f"goes from {first.mean():.2f} to {last.mean():.2f}, its value gap from {gaps[:n].mean():.3f} to "
+            f"{gaps[-n:].mean():.3f} standard deviations of Q."
         )
-    branches = column(rows, *(f"branch/{length}/churn" for length in args.probe_lengths))
-    if branches and len(args.probe_lengths) > 1:
-        lengths = args.probe_lengths
+    lengths = args.probe_lengths
+    branches = column(rows, *(f"branch/{length}/churn" for length in lengths))
+    if branches and len(lengths) > 1:
         smallest, largest = lengths.index(min(lengths)), lengths.index(max(lengths))
-        less = sum(churns[largest] < churns[smallest] for _, *churns in branches)
-        means = np.mean([churns for _, *churns in branches], axis=0)
+        less = sum(at[largest] < at[smallest] for _, *at in branches)
+        means = np.mean([at for _, *at in branches], axis=0)
         by_length = ", ".join(f"{mean:.2f} at T = {length}" for mean, length in zip(means, lengths))
         lines.append(
-            f"From the same point, T = {max(lengths)} moves the policy less than T = {min(lengths)} in {less} of "
-            f"{len(branches)} points; mean churn on held-out states: {by_length}."
+            f"From the same point, learning on T = {max(lengths)} moves the policy less than on T = {min(lengths)} in "
+            f"{less} of {len(branches)} points; mean churn on held-out states: {by_length}."
         )
-    scales = [value for _, value in column(rows, "noise/scale")]
-    if scales:
-        chosen = column(rows, "probe/abs_batch_size")[-1][1]
+    scales, estimates = of("noise/scale"), len(of("noise/trace"))
+    if estimates:
+        text = f"Gradient noise scale: {scales[-1]:,.0f} rows" if len(scales) else "Gradient noise scale: not resolved"
+        if len(scales) > 1:
+            text += f" at last, {scales[0]:,.0f} at first"
+        if 0 < len(scales) < estimates:
+            text += f" (not resolved in {estimates - len(scales)} of {estimates} measurements)"
+        text += f"; a gradient step of this run has {args.num_steps * args.num_envs / args.num_minibatches:,.0f}"
+        if len(churns) >= args.divergence_warmup:
+            chosen = of("probe/abs_batch_size")[-1] / args.num_minibatches
+            text += f", by divergence ABS would have come to {chosen:,.0f}"
+        lines.append(text + ".")
+    flips, effective = of("twins/churn"), of("twins/effective_churn")
+    if len(flips):
+        part = f"{1 - effective.mean() / flips.mean():.0%}" if flips.any() else "none"
         lines.append(
-            f"Gradient noise scale: {scales[0]:,.0f} rows at first, {scales[-1]:,.0f} at last; by divergence ABS would "
-            f"end at a batch of {chosen:,.0f} rows, this run's is {args.num_steps * args.num_envs:,}."
+            f"Twins: {of('twins/distinct_effects').mean():.1f} distinct effects a state; of a mean churn of "
+            f"{flips.mean():.3f} there, {flips.mean() - effective.mean():.3f} ({part}) is between actions that do the "
+            "same."
         )
-    twins = column(rows, "twins/distinct_effects", "twins/churn", "twins/effective_churn")
-    if twins:
-        _, effects_seen, all_flips, effective = np.mean(twins, axis=0)
-        share = f"{1 - effective / all_flips:.0%}" if all_flips else "none"
-        lines.append(
-            f"Twins: {effects_seen:.1f} distinct effects a state; of a churn of {all_flips:.3f}, "
-            f"{all_flips - effective:.3f} ({share}) is between actions that do the same."
-        )
-    lines.append(f"Measuring took {float(rows[-1]['probe/share_of_time']):.0%} of the time.")
+    lines.append(f"Measuring took {of('probe/share_of_time')[-1]:.0%} of the time.")
     return lines
 
 
@@ -1713,17 +1769,18 @@ LIMITS = (  # (flags, what is allowed, test); flags that a script lacks are pass
     ),
     # 2 or more: a rollout of one step may hold nothing but reset rows, and then no state to measure divergence on.
     ("num_steps num_steps_min noise_parts", "2 to 1000000", lambda x: 2 <= x <= 10**6),
-    ("num_steps_max eval_episodes twin_states", "0 to 1000000", lambda x: 0 <= x <= 10**6),
+    ("num_steps_max eval_episodes twin_states opening_steps", "0 to 1000000", lambda x: 0 <= x <= 10**6),
     ("env_threads torch_threads", "0 to 1024", lambda x: 0 <= x <= 1024),
     ("total_timesteps", "1 to 1e12", lambda x: 1 <= x <= 10**12),
     ("checkpoint_interval", "0 to 1e12", lambda x: 0 <= x <= 10**12),
     ("seed", "0 to 4294967295", lambda x: 0 <= x < 2**32),
     ("learning_rate max_grad_norm", "a finite number above 0", lambda x: 0 < x < math.inf),
     (
-        "gamma q_lambda start_e end_e eval_epsilon repeat_action_probability batch_ema noise_ema",
+        "gamma q_lambda start_e end_e eval_epsilon repeat_action_probability batch_ema",
         "0 to 1",
         lambda x: 0 <= x <= 1,
     ),
+    ("noise_ema", "0 to below 1", lambda x: 0 <= x < 1),
     ("exploration_fraction", "above 0, at most 1", lambda x: 0 < x <= 1),
     ("divergence_low divergence_high", "between 0 and 1, both excluded", lambda x: 0 < x < 1),
 )
@@ -1732,16 +1789,17 @@ LIMITS = (  # (flags, what is allowed, test); flags that a script lacks are pass
 # Flags that are taken from the saved run, and flags that may differ from it (with --resume all others are taken).
 TAKEN = {
     "evaluate": "env_id network seed episodic_life repeat_action_probability full_action_space",
-    "checkpoint": "env_id network seed total_timesteps learning_rate num_envs num_minibatches gamma q_lambda start_e "
-    "end_e exploration_fraction max_grad_norm episodic_life reward_clip repeat_action_probability full_action_space",
+    "checkpoint": "env_id network seed total_timesteps learning_rate num_envs num_steps num_minibatches update_epochs "
+    "gamma q_lambda start_e end_e exploration_fraction max_grad_norm episodic_life reward_clip "
+    "repeat_action_probability full_action_space",
 }
 FREE = {
     "resume": "resume total_timesteps checkpoint_interval eval_episodes eval_epsilon capture_video track cuda "
     "env_threads torch_threads",
     "evaluate": "evaluate eval_episodes eval_epsilon capture_video cuda env_threads torch_threads seed runs_dir "
     "episodic_life repeat_action_probability",
-    "checkpoint": "checkpoint num_steps num_envs num_minibatches learning_rate seed runs_dir cuda torch_threads "
-    "env_threads probe_states probe_lengths noise_parts twin_states",
+    "checkpoint": "checkpoint num_steps num_envs num_minibatches update_epochs learning_rate seed runs_dir cuda "
+    "torch_threads env_threads probe_states probe_lengths noise_parts twin_states opening_steps",
 }
 
 
@@ -1785,6 +1843,8 @@ def parse_args(argv: list[str] | None):
     taken = known if option == "resume" else set(TAKEN[option].split())
     if option == "resume" and script != Path(__file__).stem:
         refuse(f"--resume {path}: made by {script}.py; go on with python {script}.py")
+    if option == "checkpoint":
+        taken -= {"num_steps"} - saved["args"].keys()  # an adaptive run has none
     if not taken <= saved["args"].keys() or (option == "resume" and saved["args"].keys() != known):
         refuse(f"{flag(option)} {path}: made by another version of {script}.py, with other flags")
     run = {name: saved["args"][name] for name in taken}
@@ -1929,15 +1989,20 @@ def check_probe_args(args: Args) -> None:
     if args.branch_interval % args.probe_interval:
         refuse(f"--branch-interval {args.branch_interval}: must be a multiple of --probe-interval, "
                f"{args.probe_interval}")  # fmt: skip
+    if not args.probe_lengths or len(set(args.probe_lengths)) < len(args.probe_lengths):
+        refuse(f"--probe-lengths {' '.join(map(str, args.probe_lengths))}: name one or more, each once")
     for length in args.probe_lengths:
         if not 2 <= length <= 4096 or length * args.num_envs < 2 * args.num_minibatches:
             refuse(f"--probe-lengths {length}: allowed is 2 to 4096, and two rows or more for each of "
                    f"{args.num_minibatches} minibatches")  # fmt: skip
-    if not args.probe_lengths or len(set(args.probe_lengths)) < len(args.probe_lengths):
-        refuse(f"--probe-lengths {' '.join(map(str, args.probe_lengths))}: name one or more, each once")
-    if args.num_steps * args.num_envs < 4 * args.noise_parts:
-        refuse(f"--noise-parts {args.noise_parts}: a rollout has {args.num_steps * args.num_envs} rows; "
-               f"allowed is up to a quarter of that")  # fmt: skip
+    if args.num_envs < 2:
+        refuse("--num-envs 1: the noise scale needs two or more environments")
+    rows = (max(128, *args.probe_lengths) + 1) * (args.num_envs + max(2, args.num_envs // 4))
+    rows += max(args.probe_lengths) * args.num_envs  # copied for a branch
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    if rows * 4 * 84 * 84 / 2**30 > memory:
+        refuse(f"--probe-lengths {max(args.probe_lengths)}: the probe's rollouts take "
+               f"{rows * 4 * 84 * 84 / 2**30:,.0f} GiB, and there are {memory:,.0f}")  # fmt: skip
     longest = args.num_steps_max or (64 if args.network == "base" else 128)
     if args.num_steps_min > longest:
         refuse(f"--num-steps-min {args.num_steps_min}: more than --num-steps-max, {longest} steps")
@@ -1965,7 +2030,7 @@ def main(argv: list[str] | None = None) -> dict:
             raise
         say(f"{Path(__file__).name}: error: {error}")
         raise SystemExit(1) from None
-    if args.evaluate:
+    if args.evaluate or args.checkpoint:
         return result
     say(
         f"{result['global_step']:,} steps, {result['gradient_steps']:,} gradient steps; mean raw score of the last 100 "

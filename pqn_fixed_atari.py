@@ -1133,17 +1133,18 @@ LIMITS = (  # (flags, what is allowed, test); flags that a script lacks are pass
     ),
     # 2 or more: a rollout of one step may hold nothing but reset rows, and then no state to measure divergence on.
     ("num_steps num_steps_min noise_parts", "2 to 1000000", lambda x: 2 <= x <= 10**6),
-    ("num_steps_max eval_episodes twin_states", "0 to 1000000", lambda x: 0 <= x <= 10**6),
+    ("num_steps_max eval_episodes twin_states opening_steps", "0 to 1000000", lambda x: 0 <= x <= 10**6),
     ("env_threads torch_threads", "0 to 1024", lambda x: 0 <= x <= 1024),
     ("total_timesteps", "1 to 1e12", lambda x: 1 <= x <= 10**12),
     ("checkpoint_interval", "0 to 1e12", lambda x: 0 <= x <= 10**12),
     ("seed", "0 to 4294967295", lambda x: 0 <= x < 2**32),
     ("learning_rate max_grad_norm", "a finite number above 0", lambda x: 0 < x < math.inf),
     (
-        "gamma q_lambda start_e end_e eval_epsilon repeat_action_probability batch_ema noise_ema",
+        "gamma q_lambda start_e end_e eval_epsilon repeat_action_probability batch_ema",
         "0 to 1",
         lambda x: 0 <= x <= 1,
     ),
+    ("noise_ema", "0 to below 1", lambda x: 0 <= x < 1),
     ("exploration_fraction", "above 0, at most 1", lambda x: 0 < x <= 1),
     ("divergence_low divergence_high", "between 0 and 1, both excluded", lambda x: 0 < x < 1),
 )
@@ -1152,16 +1153,17 @@ LIMITS = (  # (flags, what is allowed, test); flags that a script lacks are pass
 # Flags that are taken from the saved run, and flags that may differ from it (with --resume all others are taken).
 TAKEN = {
     "evaluate": "env_id network seed episodic_life repeat_action_probability full_action_space",
-    "checkpoint": "env_id network seed total_timesteps learning_rate num_envs num_minibatches gamma q_lambda start_e "
-    "end_e exploration_fraction max_grad_norm episodic_life reward_clip repeat_action_probability full_action_space",
+    "checkpoint": "env_id network seed total_timesteps learning_rate num_envs num_steps num_minibatches update_epochs "
+    "gamma q_lambda start_e end_e exploration_fraction max_grad_norm episodic_life reward_clip "
+    "repeat_action_probability full_action_space",
 }
 FREE = {
     "resume": "resume total_timesteps checkpoint_interval eval_episodes eval_epsilon capture_video track cuda "
     "env_threads torch_threads",
     "evaluate": "evaluate eval_episodes eval_epsilon capture_video cuda env_threads torch_threads seed runs_dir "
     "episodic_life repeat_action_probability",
-    "checkpoint": "checkpoint num_steps num_envs num_minibatches learning_rate seed runs_dir cuda torch_threads "
-    "env_threads probe_states probe_lengths noise_parts twin_states",
+    "checkpoint": "checkpoint num_steps num_envs num_minibatches update_epochs learning_rate seed runs_dir cuda "
+    "torch_threads env_threads probe_states probe_lengths noise_parts twin_states opening_steps",
 }
 
 
@@ -1205,6 +1207,8 @@ def parse_args(argv: list[str] | None):
     taken = known if option == "resume" else set(TAKEN[option].split())
     if option == "resume" and script != Path(__file__).stem:
         refuse(f"--resume {path}: made by {script}.py; go on with python {script}.py")
+    if option == "checkpoint":
+        taken -= {"num_steps"} - saved["args"].keys()  # an adaptive run has none
     if not taken <= saved["args"].keys() or (option == "resume" and saved["args"].keys() != known):
         refuse(f"{flag(option)} {path}: made by another version of {script}.py, with other flags")
     run = {name: saved["args"][name] for name in taken}

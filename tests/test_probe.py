@@ -26,7 +26,7 @@ SMALL = (
 )
 MEASURE = (
     "--probe-interval 2 --probe-window 4 --branch-interval 4 --probe-lengths 4 8 --probe-states 24 --noise-parts 4 "
-    "--twin-states 0"
+    "--opening-steps 8 --twin-states 0"
 ).split()
 
 
@@ -97,11 +97,16 @@ def test_jensen_shannon_distance_by_enumeration():
 
     generator = torch.Generator().manual_seed(1)
     q_before, q_after = 2 * torch.randn(2, 50, 5, generator=generator, dtype=torch.float64)
-    got = probe.jensen_shannon_distance(q_before, q_after, 0.7)
+    got = probe.jensen_shannon_distance(q_before, q_after)
     for before, after, distance in zip(q_before.tolist(), q_after.tolist(), got.tolist()):
-        p, q = softmax([x / 0.7 for x in before]), softmax([x / 0.7 for x in after])
+        p, q = softmax(before), softmax(after)
         mixture = [(a + b) / 2 for a, b in zip(p, q)]
         assert distance**2 == pytest.approx(entropy(mixture) - (entropy(p) + entropy(q)) / 2, abs=1e-12)
+    # In `divergences` each policy is at the spread of its own Q.
+    logits = [q / probe.action_spread(q) for q in (q_before, q_after)]
+    expected = probe.jensen_shannon_distance(*logits).mean().item()
+    assert probe.divergences(q_before, q_after, 0.1, 0.1)["js_distance"] == pytest.approx(expected)
+    assert probe.divergences(q_before, 10 * q_before, 0.1, 0.1)["js_distance"] == pytest.approx(0, abs=1e-6)
 
 
 def test_jensen_shannon_distance_is_a_metric_between_0_and_1():
@@ -109,7 +114,7 @@ def test_jensen_shannon_distance_is_a_metric_between_0_and_1():
     a, b, c = 3 * torch.randn(3, 100, 4, generator=generator, dtype=torch.float64)
 
     def distance(x, y):
-        return probe.jensen_shannon_distance(x, y, 1.0)
+        return probe.jensen_shannon_distance(x, y)
 
     assert torch.allclose(distance(a, a), torch.zeros(100, dtype=torch.float64), atol=1e-7)
     assert torch.allclose(distance(a, b), distance(b, a))
@@ -142,10 +147,11 @@ def test_scale_and_offset_of_q_change_nothing():
 def test_equal_policies_and_a_network_without_preferences():
     q_values = torch.randn(10, 4, generator=torch.Generator().manual_seed(4))
     assert probe.divergences(q_values, q_values, 0.1, 0.1) == pytest.approx(
-        {"churn": 0, "total_variation": 0, "js_distance": 0, "value_gap": 0}, abs=1e-3
+        {"churn": 0, "total_variation": 0, "js_distance": 0, "value_gap": 0}, abs=1e-7
     )
-    flat = probe.divergences(torch.zeros(10, 4), torch.zeros(10, 4), 0.1, 0.1)
-    assert all(value == 0 for value in flat.values())
+    for value in (0.0, 0.5, -1e6):
+        flat = probe.divergences(torch.full((10, 4), value), torch.zeros(10, 4), 0.1, 0.1)
+        assert all(distance == 0 for distance in flat.values()), value
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -168,7 +174,8 @@ def test_gradient_noise_scale_in_closed_form():
         def loss_of(batch, x=x):
             return (theta - x[batch]).square().sum(dim=1).mean() / 2
 
-        estimates.append(probe.gradient_noise(loss_of, [theta], rows, parts, generator))
+        split = torch.arange(rows).tensor_split(parts)  # the rows are independent already
+        estimates.append(probe.gradient_noise(loss_of, [theta], split))
     traces, squares = np.array(estimates).T
     for found, expected in ((traces, dimension * sigma**2), (squares, dimension * 0.25)):
         assert found.mean() == pytest.approx(expected, abs=4 * found.std() / math.sqrt(len(found)))
@@ -180,16 +187,16 @@ def test_gradient_noise_scale_in_closed_form():
 
 
 def test_gradient_noise_by_brute_force():
-    """On a network, from gradients that torch computes part by part; rows that do not fill a part are left out."""
+    """On a network, from gradients that torch computes part by part."""
     torch.manual_seed(0)
     network = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
-    x, y = torch.randn(23, 3), torch.randn(23, 1)
+    x, y = torch.randn(20, 3), torch.randn(20, 1)
 
     def loss_of(rows):
         return ((network(x[rows]) - y[rows]) ** 2).mean()
 
-    trace, square = probe.gradient_noise(loss_of, list(network.parameters()), 23, 4, torch.Generator().manual_seed(5))
-    order = torch.randperm(23, generator=torch.Generator().manual_seed(5))[:20].view(4, 5)
+    order = torch.randperm(20).view(4, 5)
+    trace, square = probe.gradient_noise(loss_of, list(network.parameters()), list(order))
 
     def gradient(rows):
         network.zero_grad()
@@ -205,13 +212,13 @@ def test_gradient_noise_by_brute_force():
 def test_numerator_and_denominator_are_smoothed_apart():
     """A ratio of smoothed estimates, not a smoothed ratio; nothing while the denominator is not above 0."""
     it = probe.Probe.__new__(probe.Probe)
-    it.args, it.state = probe.Args(noise_ema=0.5), {"noise": None}
+    it.args, it.state = probe.Args(noise_ema=0.5), {"noise": [0.0, 0.0]}
     found = []
     for it.noise in ((8.0, 1.0), (4.0, -3.0), (4.0, 5.0)):
         found.append(it.noise_scale())
     assert found[0]["noise/scale"] == 8.0
-    assert "noise/scale" not in found[1]  # (1 - 3) / 2 < 0
-    assert found[2]["noise/scale"] == pytest.approx(((8 + 4) / 2 + 4) / 2 / (((1 - 3) / 2 + 5) / 2))
+    assert "noise/scale" not in found[1]  # 1 / 4 - 3 / 2 < 0
+    assert found[2]["noise/scale"] == pytest.approx((8 / 8 + 4 / 4 + 4 / 2) / (1 / 8 - 3 / 4 + 5 / 2))
     assert (found[2]["noise/trace"], found[2]["noise/square"]) == (4.0, 5.0)
 
 
@@ -248,22 +255,34 @@ def test_the_training_is_untouched_with_envpool_and_twins_too(tmp_path):
 
 
 def test_measuring_changes_neither_network_nor_optimiser(run, monkeypatch):
-    """Parameters, moments and gradients before and after `after`, in which the branches learn."""
+    """Parameters, gradients and moments, around `before`, which takes gradients, and `after`, where branches learn."""
     checked = []
-    after = probe.Probe.after
 
-    def watched(self, iteration, q_network, optimizer, epsilon):
-        before = copy.deepcopy((q_network.state_dict(), optimizer.state_dict()))
-        result = after(self, iteration, q_network, optimizer, epsilon)
-        assert same_parameters(before[0], q_network.state_dict())
-        for index, state in before[1]["state"].items():
-            assert same_parameters(state, optimizer.state_dict()["state"][index])
-        checked.append(result)
-        return result
+    def watched(name):
+        original = getattr(probe.Probe, name)
 
-    monkeypatch.setattr(probe.Probe, "after", watched)
+        def method(self, *args):
+            q_network = next(arg for arg in args if isinstance(arg, nn.Module))
+            optimizers = [arg for arg in args if isinstance(arg, torch.optim.Optimizer)]
+
+            def state():
+                gradients = {str(i): p.grad for i, p in enumerate(q_network.parameters()) if p.grad is not None}
+                moments = [s for optimizer in optimizers for s in optimizer.state_dict()["state"].values()]
+                return [q_network.state_dict(), gradients, *moments]
+
+            before = copy.deepcopy(state())
+            result = original(self, *args)
+            after = state()
+            assert len(before) == len(after) and all(map(same_parameters, before, after))
+            checked.append((name, len(after), result))
+            return result
+
+        monkeypatch.setattr(probe.Probe, name, method)
+
+    watched("before"), watched("after")
     run(probe, *MEASURE)
-    assert sum("branch/8/churn" in result for result in checked) >= 3
+    assert sum(name == "after" and size > 10 and "branch/8/churn" in result for name, size, result in checked) >= 3
+    assert sum(name == "before" for name, _, _ in checked) >= 6
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -304,22 +323,34 @@ def test_the_policies_compared_are_those_of_their_iterations(run, monkeypatch):
             assert result["rollout/early_after/churn"] == result["rollout/window/churn"]
 
 
-def test_branches_learn_from_the_first_steps_and_are_compared_on_other_states(run, monkeypatch):
-    """L steps of the first N environments, targets cut at L, the minibatches and epochs of that L."""
-    calls, rollouts = [], []
-    learn, collect, divergences = probe.learn, probe.Collector.collect, probe.divergences
-    inside = [False]
-    branches = probe.Probe.branches
+class Numbered(CueGame):
+    """A cue game whose screen has the number of its environment in a corner."""
 
-    def branches_too(self, *args):
+    def _draw(self):
+        screen = super()._draw()
+        screen[:, 0, 0] = np.arange(self.num_envs)
+        return screen
+
+
+def test_branches_learn_from_the_first_steps_and_are_compared_on_other_states(run, monkeypatch):
+    """L steps of the first N environments, targets cut at L, from one point; compared on the others' states alone."""
+    calls, rollouts, looked_at = [], [], []
+    learn, collect, q_values, branches = (
+        probe.learn, probe.Collector.collect, probe.Probe.q_values, probe.Probe.branches,
+    )  # fmt: skip
+    inside, start = [False], []
+
+    def branches_too(self, q_network, optimizer, epsilon):
         inside[0] = True
-        result = branches(self, *args)
+        start.append(copy.deepcopy((q_network.state_dict(), optimizer.state_dict()["state"])))
+        result = branches(self, q_network, optimizer, epsilon)
         inside[0] = False
         return result
 
     def learn_too(q_network, optimizer, rollout, epochs, num_minibatches, norm, rng):
         if inside[0]:
-            calls.append(([x.clone() for x in rollout], epochs, num_minibatches, copy.deepcopy(q_network.state_dict())))
+            state = copy.deepcopy((q_network.state_dict(), optimizer.state_dict()["state"]))
+            calls.append(([x.clone() for x in rollout], epochs, num_minibatches, state))
         return learn(q_network, optimizer, rollout, epochs, num_minibatches, norm, rng)
 
     def collect_too(self, q_network, T, *rest):
@@ -328,15 +359,24 @@ def test_branches_learn_from_the_first_steps_and_are_compared_on_other_states(ru
             rollouts.append((T, [x.clone() for x in (self.rewards, self.values, *self.flags[:2], self.obs)]))
         return result
 
+    def q_values_too(self, parameters, obs):
+        if inside[0]:
+            looked_at.append(obs.clone())
+        return q_values(self, parameters, obs)
+
     monkeypatch.setattr(probe.Probe, "branches", branches_too)
     monkeypatch.setattr(probe, "learn", learn_too)
     monkeypatch.setattr(probe.Collector, "collect", collect_too)
-    run(probe, *MEASURE, "--probe-lengths", "4", "8", "64", "--update-epochs", "2", "--total-timesteps", "128")
-    assert divergences is probe.divergences
+    monkeypatch.setattr(probe.Probe, "q_values", q_values_too)
+    run(probe, *MEASURE, "--probe-lengths", "4", "8", "64", "--total-timesteps", "128", game=Numbered)
     assert [len(call[0][1]) for call in calls] == [4 * 2, 8 * 2, 64 * 2]  # rows: L x N
     assert [call[1:3] for call in calls] == [(2, 2), (2, 2), (4, 2)]  # epochs of eq. 10, minibatches
-    assert all(same_parameters(call[3], calls[0][3]) for call in calls)  # from the same point
-    (_, _), (T, (rewards, values, terminal, truncated, obs)) = rollouts
+    ((parameters, moments),) = start
+    assert moments
+    for _, _, _, (own_parameters, own_moments) in calls:  # from the same point
+        assert same_parameters(own_parameters, parameters)
+        assert all(same_parameters(own_moments[index], moments[index]) for index in moments)
+    *_, (T, (rewards, values, terminal, truncated, obs)) = rollouts
     assert T == 64 and obs.shape[1] == 2 + 2  # N learn, H = 2 are held out
     for (rows, actions, targets, valid), *_ in calls:
         length = len(actions) // 2
@@ -345,6 +385,8 @@ def test_branches_learn_from_the_first_steps_and_are_compared_on_other_states(ru
             rewards[:length], values[1 : length + 1], terminal[:length], truncated[:length], 0.99, 0.65
         )
         assert torch.equal(targets, expected[:, :2].flatten())
+    (held_out,) = looked_at
+    assert len(held_out) == 24 and set(held_out[:, -1, 0, 0].tolist()) == {2, 3}  # environments that none learnt from
 
 
 def test_the_batch_that_abs_would_choose(run):
@@ -445,7 +487,25 @@ def test_columns_picture_and_share(run, capsys):
     assert "Non-stationarity" in err and "From the same point" in err and "Measuring took" in err
     assert "Twins" not in err  # not looked for
     with Image.open(Path(result["run_dir"]) / "probe.png") as picture:
-        assert picture.width > 1000 and len(picture.convert("RGB").getcolors(10**6)) > 20
+        assert picture.width > 1000
+
+
+def test_every_panel_of_the_picture_has_its_curves(monkeypatch, tmp_path):
+    figures = []
+    monkeypatch.setattr(probe.plt, "close", figures.append)
+    rows = made_up([0.9, 0.5, 0.2] * 4, [0.1] * 12, (0.4, 0.3))
+    for row in rows:
+        row |= {"rollout/window/churn": "0.5", "rollout/early_after/churn": "0.6", "charts/episodic_return": "1"}
+    probe.draw(rows, probe.Args(probe_lengths=(16, 64), num_envs=2), tmp_path / "probe.png")
+    time_axis, batch_axis, noise_axis, twin_axis, return_axis = figures[0].axes
+    labels = [[text.get_text() for text in axis.get_legend().get_texts()] for axis in figures[0].axes[:4]]
+    assert [len(names) for names in labels] == [4, 3, 3, 2]
+    assert len(batch_axis.lines) == 12 and len(return_axis.lines) == 1
+    for axis in (time_axis, noise_axis, twin_axis):
+        assert axis.get_xlabel() and axis.get_ylabel() and all(len(line.get_xdata()) for line in axis.lines)
+    assert [tick.get_text() for tick in batch_axis.get_xticklabels()] == ["32\n(8)", "128\n(16)"]
+    title = figures[0].get_suptitle()
+    assert all(word in title for word in ("Pong-v5", "seed 1", "1,100 steps", "dots: measurements"))
 
 
 def made_up(churns, gaps, by_length, twins=(3.0, 0.4, 0.1)):
@@ -454,7 +514,7 @@ def made_up(churns, gaps, by_length, twins=(3.0, 0.4, 0.1)):
         {
             "global_step": str(100 * i), "rollout/update/churn": str(churn), "rollout/update/value_gap": str(gap),
             "branch/16/churn": str(by_length[0]), "branch/64/churn": str(by_length[1]),
-            "noise/scale": str(10 * (i + 1)),
+            "noise/scale": str(10 * (i + 1)), "noise/trace": "1",
             "probe/abs_batch_size": "64", "twins/distinct_effects": str(twins[0]), "twins/churn": str(twins[1]),
             "twins/effective_churn": str(twins[2]), "probe/share_of_time": "0.123",
         }
@@ -464,13 +524,20 @@ def made_up(churns, gaps, by_length, twins=(3.0, 0.4, 0.1)):
 
 def test_the_summary_says_what_the_numbers_say():
     args = probe.Args(probe_lengths=(16, 64), num_envs=2)
-    text = "\n".join(probe.summary(made_up([0.9] * 2 + [0.5] * 6 + [0.2] * 2, [0.5] * 5 + [0.1] * 5, (0.4, 0.3)), args))
+    text = "\n".join(probe.summary(made_up([0.9] * 3 + [0.5] * 4 + [0.2] * 3, [0.5] * 5 + [0.1] * 5, (0.4, 0.3)), args))
     assert "Non-stationarity fades" in text and "from 0.90 to 0.20" in text and "from 0.500 to 0.100" in text
     assert "in 10 of 10 points" in text and "0.40 at T = 16, 0.30 at T = 64" in text
-    assert "10 rows at first, 100 at last" in text and "batch of 64 rows, this run's is 64" in text
+    assert "noise scale: 100 rows at last, 10 at first" in text and "of this run has 16," in text
+    assert "ABS would have come to 16." in text
     assert "3.0 distinct effects" in text and "0.300 (75%)" in text and "Measuring took 12%" in text
-    text = "\n".join(probe.summary(made_up([0.2] * 5 + [0.9] * 5, [0.1] * 10, (0.3, 0.4)), args))
-    assert "Non-stationarity does not fade" in text and "in 0 of 10 points" in text
+    text = "\n".join(probe.summary(made_up([0.2] * 5 + [0.9] * 4, [0.1] * 9, (0.3, 0.4)), args))
+    assert "Non-stationarity grows" in text and "in 0 of 9 points" in text and "ABS" not in text  # before its warm-up
+    text = "\n".join(probe.summary(made_up([0.5, 0.3, 0.1] * 3, [0.1] * 9, (0.3, 0.4)), args))
+    assert "Non-stationarity hardly changes" in text
+    rows = made_up([0.5], [0.1], (0.3, 0.4))
+    rows[0]["noise/trace"], rows[0]["noise/scale"] = "1", ""
+    text = "\n".join(probe.summary(rows, args))
+    assert "Non-stationarity" not in text and "not resolved" in text and "in 0 of 1 points" in text
 
 
 def test_measuring_around_a_saved_model(run, capsys, monkeypatch):
@@ -480,9 +547,33 @@ def test_measuring_around_a_saved_model(run, capsys, monkeypatch):
     for place in (trained / "model.pt", trained):
         make = fake_make(CueGame)
         monkeypatch.setattr(envpool, "make", make)
-        flags = "--probe-lengths 4 8 --probe-states 24 --noise-parts 4 --twin-states 0".split()
-        result = probe.main(["--checkpoint", str(place), *flags, "--runs-dir", str(trained.parent / "around")])
-        assert make.calls[0]["episodic_life"] is False and make.calls[0]["num_envs"] == 2
+        flags = "--probe-lengths 4 8 --probe-states 24 --noise-parts 4 --twin-states 0 --opening-steps 8".split()
+        seen = []
+        before_update = probe.Probe.before
+
+        def look(self, q_network, rollout, before_update=before_update, seen=seen):
+            seen.append(copy.deepcopy(q_network.state_dict()))
+            before_update(self, q_network, rollout)
+
+        after_update = probe.Probe.after
+
+        def look_after(self, iteration, q_network, optimizer, epsilon, after_update=after_update, seen=seen):
+            seen.append({float(state["step"]) for state in optimizer.state.values()})
+            seen.append(optimizer.param_groups[0]["lr"])
+            return after_update(self, iteration, q_network, optimizer, epsilon)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(probe.Probe, "before", look)
+            patch.setattr(probe.Probe, "after", look_after)
+            result = probe.main(
+                ["--checkpoint", str(place), *flags, "--runs-dir", str(trained.parent / "around"),
+                 "--learning-rate", "0.001"]
+            )  # fmt: skip
+        parameters, (step,), rate = seen
+        assert same_parameters(parameters, model_of(trained)) and rate == 0.001
+        assert step == (60 + 4 if place == trained else 10**5 + 4)  # of the training, or as of a long run
+        make_call = make.calls[0]
+        assert make_call["episodic_life"] is False and make_call["num_envs"] == 2
         (row,) = rows_of(result["run_dir"])
         assert all(row[name] for name in ("branch/4/churn", "branch/8/td_error", "noise/trace", "rollout/update/churn"))
         assert (Path(result["run_dir"]) / "probe.png").exists()
@@ -492,30 +583,31 @@ def test_measuring_around_a_saved_model(run, capsys, monkeypatch):
 
 
 def test_a_stopped_probe_goes_on(run, monkeypatch, tmp_path):
-    """The early policy, the divergences and the smoothed noise are restored; metrics.csv has neither gap nor double."""
-    calls = [0]
-    collect = probe.Collector.collect
+    """All that it knew of the run, and the reference states, are restored; metrics.csv has no gap and no double."""
+    probes = []
+    start, remember = probe.Probe.__init__, probe.Probe.remember
+    monkeypatch.setattr(probe.Probe, "__init__", lambda self, *args: probes.append(self) or start(self, *args))
 
-    def failing(self, *args):
-        calls[0] += 1
-        if calls[0] == 20:
+    def failing(self, iteration, *args):
+        if iteration == 8:
             raise RuntimeError("by the test")
-        return collect(self, *args)
+        remember(self, iteration, *args)
 
     with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="by the test"):
-        patch.setattr(probe.Collector, "collect", failing)
+        patch.setattr(probe.Probe, "remember", failing)
         run(probe, *MEASURE)
     (run_dir,) = tmp_path.iterdir()
     saved = torch.load(run_dir / "checkpoint.pt", weights_only=True)["probe"]
     assert saved["early"] is not None and saved["churns"] and saved["noise"] and saved["seconds"] > 0
-    starts = []
-    start = probe.Probe.__init__
-    monkeypatch.setattr(
-        probe.Probe, "__init__", lambda self, *args: start(self, *args) or starts.append(copy.deepcopy(self.state))
-    )
     run(probe, "--resume", str(run_dir))
-    assert same_parameters(starts[0].pop("early"), saved.pop("early")) and starts[0] == saved
+    first, resumed = probes
+    assert torch.equal(first.reference, resumed.reference)
+    assert same_parameters(resumed.state["early"], saved["early"])
     rows = rows_of(run_dir)
+    assert [bool(row["rollout/window/churn"]) for row in rows] == [i % 2 == 1 and i >= 5 for i in range(15)]
+    assert [bool(row["branch/4/churn"]) for row in rows] == [i % 4 == 1 for i in range(15)]
+    seconds = [float(row["probe/share_of_time"]) * float(row["charts/wall_clock"]) for row in rows]
+    assert all(b > a - 0.2 for a, b in itertools.pairwise(seconds))
     assert [int(row["global_step"]) for row in rows] == [64 * i for i in range(1, 16)]
     assert [bool(row["rollout/update/churn"]) for row in rows] == [i % 2 == 1 for i in range(15)]
     assert (run_dir / "probe.png").exists()
@@ -527,9 +619,10 @@ def test_a_stopped_probe_goes_on(run, monkeypatch, tmp_path):
         ("--branch-interval 60 --probe-interval 50", ["--branch-interval 60", "multiple", "50"]),
         ("--probe-lengths 16 1", ["--probe-lengths 1"]),
         ("--probe-lengths 16 16", ["--probe-lengths 16 16", "once"]),
-        ("--noise-parts 2000", ["--noise-parts 2000", "quarter"]),
+        ("--num-envs 1", ["--num-envs 1", "two or more"]),
+        ("--probe-lengths 4096 --num-envs 2000", ["--probe-lengths 4096", "GiB"]),
         ("--probe-interval 0", ["--probe-interval 0"]),
-        ("--noise-ema 1.5", ["--noise-ema 1.5"]),
+        ("--noise-ema 1.0", ["--noise-ema 1.0", "below 1"]),
         ("--twin-states -1", ["--twin-states -1"]),
         ("--checkpoint nowhere", ["--checkpoint nowhere", "does not exist"]),
         ("--checkpoint nowhere --resume there", ["--resume", "--checkpoint", "one or the other"]),
