@@ -1488,7 +1488,8 @@ def load_network(q_network: nn.Module, saved: dict) -> None:
 def load_saved(option: Literal["resume", "evaluate", "checkpoint"], place: str) -> tuple[Path, dict]:
     """The file that a flag names, and what it holds, on the CPU; refuses what is none.
 
-    Of a run directory it takes checkpoint.pt, or the one before it if that is damaged; but to resume, model.pt as well.
+    Of a run directory it takes checkpoint.pt; if that is damaged the one before it; failing both, and not to resume,
+    model.pt.
     """
     path = Path(place)
     candidates = [path]
@@ -1516,7 +1517,7 @@ def load_saved(option: Literal["resume", "evaluate", "checkpoint"], place: str) 
             problem = "holds the network alone; --resume needs checkpoint.pt, and --evaluate takes this"
         if candidate == candidates[-1]:
             refuse(f"{flag(option)} {candidate}: {problem}")
-        say(f"{candidate}: {problem}; taking the one before it")
+        say(f"{candidate}: {problem}; trying {candidates[candidates.index(candidate) + 1].name}")
     exists = os.path.exists(path)
     found = sorted((path if exists else path.parent).glob("*/checkpoint.pt"), key=os.path.getmtime)
     hint = f"; the newest run there that can be: {found[-1].parent}" if found else ""
