@@ -41,7 +41,6 @@ The paper's protocol (20 M steps, GPU): not yet measured.
 """
 
 import contextlib
-import copy
 import csv
 import difflib
 import errno
@@ -830,10 +829,27 @@ def snapshot(q_network: nn.Module, optimizer: torch.optim.Optimizer, *generators
     }
 
 
+def copied(state, earlier=None):
+    """A copy of nested dictionaries, lists and tuples of tensors, written into the tensors of an earlier copy if given.
+
+    New tensors every iteration, tens of MB, would fragment the heap: the process grows for hours.
+    """
+    if isinstance(state, torch.Tensor):
+        fits = isinstance(earlier, torch.Tensor) and (earlier.shape, earlier.dtype) == (state.shape, state.dtype)
+        return earlier.copy_(state) if fits else state.clone()
+    if isinstance(state, dict):
+        earlier = earlier if isinstance(earlier, dict) else {}
+        return {name: copied(value, earlier.get(name)) for name, value in state.items()}
+    if isinstance(state, list | tuple):
+        earlier = earlier if isinstance(earlier, list | tuple) and len(earlier) == len(state) else [None] * len(state)
+        return type(state)(copied(value, old) for value, old in zip(state, earlier))
+    return state
+
+
 def restore(saved: dict, q_network: nn.Module, optimizer: torch.optim.Optimizer, *generators: torch.Generator) -> None:
     """Undoes `snapshot`. A GPU and a CPU have different generators: between them, new ones are seeded."""
     load_network(q_network, saved)
-    optimizer.load_state_dict(saved["optimizer"])
+    optimizer.load_state_dict(copied(saved["optimizer"]))  # it keeps the very tensors
     for generator, state in zip(generators, saved["generators"]):
         if generator.device.type == saved["device"]:
             generator.set_state(state)
@@ -964,7 +980,8 @@ class RunLog:
         self.args = args
         self.run_dir = resumed_dir(args.resume) if saved else new_run_dir(args, Path(__file__).stem)
         self.step = self.saved_step = saved.get("global_step", 0)
-        self.kept = saved and saved | {"args": asdict(args)}
+        self.kept = saved and saved | {"args": asdict(args)}  # the state to save, whatever may happen
+        self.spare = None  # the copy before it, whose memory the next one takes
         self.csv_file = (self.run_dir / "metrics.csv").open("a", newline="")
         lock(self.csv_file, self.run_dir)
         if saved:
@@ -1018,7 +1035,8 @@ class RunLog:
         if not torch.stack([values.isfinite().all() for values in state["q_network"].values()]).all():
             raise FloatingPointError(f"a parameter of the network is not finite at step {self.step:,}")
         about = {"script": Path(__file__).stem, "args": asdict(self.args), "wall_clock": self.marks[-1][0] - self.start}
-        self.kept = copy.deepcopy(state) | about
+        # Into the copy before the last one: a signal in the middle of this leaves the last one whole.
+        self.kept, self.spare = copied(state | about, self.spare), self.kept
         next_step = self.step + self.args.rollout_lengths()[1] * self.args.num_envs  # at most
         if self.args.checkpoint_interval and next_step > self.saved_step + self.args.checkpoint_interval:
             self.save()

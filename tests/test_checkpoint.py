@@ -5,6 +5,7 @@ plumbing, the same text in every script (test_project.py): one script stands for
 it. T steps per rollout, N = 2 environments.
 """
 
+import contextlib
 import copy
 import csv
 import dataclasses
@@ -61,7 +62,7 @@ def same(a, b):
         return torch.equal(a, b)
     if isinstance(a, dict):
         return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
-    if isinstance(a, list):
+    if isinstance(a, list | tuple):
         return len(a) == len(b) and all(map(same, a, b))
     return a == b
 
@@ -147,9 +148,12 @@ FLAGS = "--total-timesteps 1280 --divergence-interval 1 --exploration-fraction 0
 
 
 @both_scripts
-@pytest.mark.parametrize("at", [40, pytest.param(400, marks=pytest.mark.slow)])
-def test_a_resumed_run_agrees_bit_for_bit_with_one_that_was_never_stopped(script, monkeypatch, tmp_path, at):
-    """Stopped within a rollout and resumed, the emulator going on from where the last whole iteration had left it."""
+@pytest.mark.parametrize("stops", [(40,), pytest.param((400, 150), marks=pytest.mark.slow)])
+def test_a_resumed_run_agrees_bit_for_bit_with_one_that_was_never_stopped(script, monkeypatch, tmp_path, stops):
+    """Stopped within a rollout and resumed, the emulator going on from where the last whole iteration had left it.
+
+    stops: steps of the emulator after which the run is stopped, and those after which the resumed one is stopped again.
+    """
     adapting = ["--divergence-warmup", "2"] if script.__name__ == "pqn_abs_atari" else []
     emulators = {}  # at the end of the last iteration
     keep = script.RunLog.keep
@@ -178,13 +182,14 @@ def test_a_resumed_run_agrees_bit_for_bit_with_one_that_was_never_stopped(script
     new = [*SMALL, *FLAGS, *adapting, "--runs-dir", str(tmp_path)]
     whole = main(*new, envs=Endless(num_envs=2, seed=[1, 2]))
     with pytest.raises(Stop):
-        main(*new, envs=Endless(num_envs=2, seed=[1, 2]), fail_at=at)
+        main(*new, envs=Endless(num_envs=2, seed=[1, 2]), fail_at=stops[0])
     (run_dir,) = [path for path in tmp_path.iterdir() if str(path) != whole["run_dir"]]
-    assert 0 < load(run_dir / "checkpoint.pt")["global_step"] < whole["global_step"]
-
-    envs = emulators["kept"]
-    monkeypatch.setattr(envs, "reset", lambda: (envs._obs.copy(), {}))  # it goes on where it was
-    resumed = main("--resume", str(run_dir), envs=envs)
+    for fail_at in (*stops[1:], None):
+        assert 0 < load(run_dir / "checkpoint.pt")["global_step"] < whole["global_step"]
+        envs = emulators["kept"]
+        with monkeypatch.context() as patch, contextlib.nullcontext() if fail_at is None else pytest.raises(Stop):
+            patch.setattr(Endless, "reset", lambda self: (self._obs.copy(), {}))  # it goes on where it was
+            resumed = main("--resume", str(run_dir), envs=envs, fail_at=fail_at)
 
     assert resumed["run_dir"] == str(run_dir)
     assert {**resumed, "run_dir": ""} == pytest.approx({**whole, "run_dir": ""}, nan_ok=True)
@@ -369,6 +374,26 @@ def test_a_checkpoint_holds_all_that_the_design_names(script, run):
     }  # fmt: skip
     assert len(saved["optimizer"]["state"]) == len(saved["q_network"])
     assert [state.dtype for state in saved["generators"]] == [torch.uint8] * 2
+
+
+def test_the_state_that_is_kept_is_a_copy_in_the_memory_of_an_earlier_one(script):
+    """Equal to what it was taken from, apart from it, and at most two sets of tensors however long the run is."""
+    q_network = script.QNetwork(4)
+    optimizer = torch.optim.RAdam(q_network.parameters(), foreach=True)
+    rng = torch.Generator().manual_seed(1)
+    kept = spare = None
+    places = []
+    for i in range(6):
+        q_network(torch.full((2, 4, 84, 84), i, dtype=torch.uint8)).sum().backward()
+        optimizer.step()
+        state = script.snapshot(q_network, optimizer, rng) | {"scores": list(range(i)), "pair": (torch.ones(i), 0.5)}
+        kept, spare = script.copied(state, spare), kept
+        expected = copy.deepcopy(state)
+        assert same(kept, expected) and kept["pair"][1] == 0.5
+        optimizer.step()
+        assert same(kept, expected) and not same(kept["q_network"], q_network.state_dict())
+        places.append(kept["q_network"]["q_values.weight"].data_ptr())
+    assert len(set(places)) == 2 and places[0] == places[2]
 
 
 def test_between_devices_the_generators_are_seeded_anew(script):
