@@ -150,7 +150,7 @@ FLAGS = "--total-timesteps 1280 --divergence-interval 1 --exploration-fraction 0
 @both_scripts
 @pytest.mark.parametrize("stops", [(40,), pytest.param((400, 150), marks=pytest.mark.slow)])
 def test_a_resumed_run_agrees_bit_for_bit_with_one_that_was_never_stopped(script, monkeypatch, tmp_path, stops):
-    """Stopped within a rollout and resumed, the emulator going on from where the last whole iteration had left it.
+    """Stopped in the middle of learning and resumed, the emulator going on from where the last iteration had left it.
 
     stops: steps of the emulator after which the run is stopped, and those after which the resumed one is stopped again.
     """
@@ -164,19 +164,24 @@ def test_a_resumed_run_agrees_bit_for_bit_with_one_that_was_never_stopped(script
 
     def main(*flags, envs, fail_at=None):
         emulators["now"] = envs
-        calls = [0]
-        step = type(envs).step
+        steps, updates = [0], [0]
+        step, loss_of = type(envs).step, script.td_loss
 
-        def failing(self, action):
-            calls[0] += 1
-            if calls[0] == fail_at:
-                raise Stop
+        def counting(self, action):
+            steps[0] += 1
             return step(self, action)
+
+        def failing(*args):
+            updates[0] += fail_at is not None and steps[0] >= fail_at
+            if updates[0] == 3:
+                raise Stop
+            return loss_of(*args)
 
         with monkeypatch.context() as patch:
             patch.setattr(envpool, "make", lambda *args, **kwargs: envs)
             patch.setattr(script.RunLog, "keep", keep_emulator_too)
-            patch.setattr(Endless, "step", failing)
+            patch.setattr(Endless, "step", counting)
+            patch.setattr(script, "td_loss", failing)
             return script.main(list(flags))
 
     new = [*SMALL, *FLAGS, *adapting, "--runs-dir", str(tmp_path)]
