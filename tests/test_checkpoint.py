@@ -148,7 +148,7 @@ FLAGS = "--total-timesteps 1280 --divergence-interval 1 --exploration-fraction 0
 
 
 @both_scripts
-@pytest.mark.parametrize("stops", [(40,), pytest.param((400, 150), marks=pytest.mark.slow)])
+@pytest.mark.parametrize("stops", [(40,), pytest.param((300, 150, 170), marks=pytest.mark.slow)])
 def test_a_resumed_run_agrees_bit_for_bit_with_one_that_was_never_stopped(script, monkeypatch, tmp_path, stops):
     """Stopped in the middle of learning and resumed, the emulator going on from where the last iteration had left it.
 
