@@ -39,7 +39,7 @@ A "step" is one agent decision, a "frame" one emulator frame; 1 step = 4 frames.
 Departures from the public code carry the mark DEVIATION below and stand in the README.
 
     python divergence_probe.py --env-id Pong-v5
-    python divergence_probe.py --checkpoint benchmark/results/pong/model.pt      one point, without training
+    python divergence_probe.py --checkpoint benchmark/results/pong_two_hours/model.pt  one point, without training
 
 Measured on Pong: benchmark/results/probe/, and "What the probe shows" in the README.
 """
