@@ -136,7 +136,7 @@ def test_reset_rows_do_not_move_the_network(script, run, monkeypatch):
 
         monkeypatch.setattr(script, "q_lambda_targets", poisoned)
         result = run(script, ScriptedGame, *length_flags(script, 4), "--total-timesteps", "8", scripts=[game])
-        states.append(torch.load(f"{result['run_dir']}/model.pt", weights_only=True)["state_dict"])
+        states.append(torch.load(f"{result['run_dir']}/model.pt", weights_only=True)["q_network"])
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
 
 
@@ -351,7 +351,7 @@ def test_nothing_is_read_back_inside_the_learning_loop(script, run, monkeypatch)
 
 
 def same_model(a, b):
-    first, second = (torch.load(f"{result['run_dir']}/model.pt", weights_only=True)["state_dict"] for result in (a, b))
+    first, second = (torch.load(f"{result['run_dir']}/model.pt", weights_only=True)["q_network"] for result in (a, b))
     return all(torch.equal(first[name], second[name]) for name in first)
 
 
@@ -529,7 +529,7 @@ def test_every_network_is_measured_and_adapts(abs_script, run, network):
     alpha = math.log(min(max(float(rows[0]["abs/behavioral_divergence"]), 0.05), 0.95) / 0.05) / math.log(0.95 / 0.05)
     assert int(rows[1]["abs/rollout_length"]) == round(16 - alpha * 8)
     saved = torch.load(f"{result['run_dir']}/model.pt", weights_only=True)
-    abs_script.QNetwork(4, network).load_state_dict(saved["state_dict"])
+    abs_script.QNetwork(4, network).load_state_dict(saved["q_network"])
 
 
 def test_the_longest_rollout_follows_the_network(abs_script):
