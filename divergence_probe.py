@@ -1472,7 +1472,8 @@ def copied(state, earlier=None):
     New tensors every iteration, tens of MB, would fragment the heap: the process grows for hours.
     """
     if isinstance(state, torch.Tensor):
-        fits = isinstance(earlier, torch.Tensor) and (earlier.shape, earlier.dtype) == (state.shape, state.dtype)
+        kind = (state.shape, state.dtype, state.device)
+        fits = isinstance(earlier, torch.Tensor) and (earlier.shape, earlier.dtype, earlier.device) == kind
         return earlier.copy_(state) if fits else state.clone()
     if isinstance(state, dict):
         earlier = earlier if isinstance(earlier, dict) else {}
