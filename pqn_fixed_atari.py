@@ -679,6 +679,7 @@ class Emulator:
         self.ale.loadROM(roms.get_rom_path(rom))
         self.buttons = self.ale.getLegalActionSet() if full_action_space else self.ale.getMinimalActionSet()
         self.game_ended, self.score, self.steps = True, 0.0, 0  # raw score and steps of the game so far
+        self.openings, self.rows = [], []  # states in which the game or life may have begun; what was played since
 
     def act(self, action: int) -> int:
         """One step, 4 frames or fewer at the game's end; returns the raw reward."""
@@ -689,38 +690,55 @@ class Emulator:
                 break
         return gained
 
-    def open_with(self, ram) -> bool:
-        """Finds the no-ops, of a number that envpool keeps to itself, and the FIRE with which a game or life begins."""
-        start = self.ale.cloneState()
-        for noops in range(32):
-            for _ in range(noops):
-                self.ale.act(Action.NOOP)
+    def find_openings(self, ram) -> list:
+        """States that have a RAM after the no-ops, of a number that envpool keeps to itself, and the FIRE with which a
+        game or life begins. There may be several: the console's state is more than its RAM."""
+        found, without_fire = [], []
+        for _ in range(32):
+            here = self.ale.cloneState()
+            if np.array_equal(self.ale.getRAM(), ram):
+                without_fire.append(here)
             if Action.FIRE in self.buttons:
                 self.ale.act(Action.FIRE)
-            if np.array_equal(self.ale.getRAM(), ram):
-                return True
-            self.ale.restoreState(start)
-        return False
+                if np.array_equal(self.ale.getRAM(), ram):
+                    found.append(self.ale.cloneState())
+                self.ale.restoreState(here)
+            self.ale.act(Action.NOOP)
+        return found + without_fire
+
+    def play(self, action: int, raw_reward: float, ram) -> str:
+        """One step; returns in what it differs from envpool's, if in anything."""
+        gained = self.act(action)
+        if not np.array_equal(self.ale.getRAM(), ram):
+            return "their RAM"
+        return "" if gained == raw_reward else f"raw reward {raw_reward:g} and {gained}"
 
     def follow(self, action: int, reset_row: bool, raw_reward: float, ram, game_ended: bool) -> None:
         """Plays one row of an environment; the first is that of its reset, a reset row with any action.
 
         ram (128,) uint8 after the row; game_ended: the game was over or cut there. Errors: ReplayError if they differ.
         """
-        if reset_row and self.game_ended:
-            self.ale.reset_game()
-            self.score, self.steps = 0.0, 0
-        self.game_ended = game_ended
         if reset_row:
-            gained, agree = 0, self.open_with(ram)
+            if self.game_ended:
+                self.ale.reset_game()
+                self.score, self.steps = 0.0, 0
+            self.openings, self.rows = self.find_openings(ram), []
+            difference = "" if self.openings else "their RAM"
+            if self.openings:
+                self.ale.restoreState(self.openings.pop(0))
         else:
-            gained, agree = self.act(action), np.array_equal(self.ale.getRAM(), ram)
             self.steps += 1
-        if not agree or gained != raw_reward:
-            what = f"raw reward {raw_reward:g} and {gained}" if agree else "their RAM"
+            self.rows.append((action, raw_reward, ram.copy()))
+            difference = self.play(*self.rows[-1])
+            while difference and self.openings:  # then another opening may be the right one
+                self.ale.restoreState(self.openings.pop(0))
+                if not any(self.play(*row) for row in self.rows):
+                    difference = ""
+        if difference:
             at = f"the opening before step {self.steps + 1}" if reset_row else f"step {self.steps}"
-            raise ReplayError(f"envpool and ale-py differ in {what} at {at} of a game")
-        self.score += gained
+            raise ReplayError(f"envpool and ale-py differ in {difference} at {at} of a game")
+        self.game_ended = game_ended
+        self.score += raw_reward
 
 
 def film(path: Path, recording: list[tuple], rom: str, full_action_space: bool, most_frames: int = 2000) -> None:
