@@ -1,12 +1,12 @@
 """Long checks of the training scripts, too long for the tests: kills, memory over hours, and the referee.
 
     python benchmark/reliability.py kills --out benchmark/results/reliability/kills.json
-    python benchmark/reliability.py memory --out benchmark/results/reliability/memory.json
+    python benchmark/reliability.py memory --out benchmark/results/reliability/memory.csv
     python benchmark/reliability.py referee --out benchmark/results/reliability/referee.json
 
 kills    100 times: start or resume a run of Pong, SIGKILL it at a random moment or in the middle of a write, and see
          what it has left. Some 20 minutes.
-memory   resident memory of one training run over two hours, from minute ten on.
+memory   resident memory of one training run over two hours, from minute ten on; `steadiness` is its second half alone.
 referee  whole games of several titles, played by an untrained network and at random, replayed in ale-py's own emulator.
 
 Each prints what it finds, and ends with an error where something is not as it should be. Run from the repository root.
@@ -133,40 +133,63 @@ def resident(pid: int) -> float:
 
 
 def memory(
-    hours: float = 2.0,
-    out: Path | None = None,
-    flags: str = "--total-timesteps 100_000_000 --num-envs 16 --num-minibatches 16",
+    hours: float = 2.02,
+    out: Path = Path("memory.csv"),
+    flags: str = "--total-timesteps 100_000_000 --num-envs 16 --num-minibatches 16 --num-steps-min 32 "
+    "--num-steps-max 32",
 ) -> None:
-    """Sample the resident memory of a training run every ten seconds.
+    """Sample the resident memory of a training run every five seconds, of constant size by default; then `steadiness`.
 
     Args:
         hours: how long
-        out: JSON to write
+        out: CSV to write; a JSON of the same name goes beside it
         flags: of pqn_abs_atari.py
     """
     command = f"pqn_abs_atari.py {flags}"
     process = subprocess.Popen([sys.executable, *shlex.split(command)])
-    samples, start = [], time.monotonic()  # (seconds, MiB)
+    start = time.monotonic()
+    out.parent.mkdir(parents=True, exist_ok=True)
     try:
-        while time.monotonic() - start < hours * 3600 and process.poll() is None:
-            samples.append((time.monotonic() - start, resident(process.pid)))
-            time.sleep(10)
+        with out.open("w") as file:
+            print("seconds,mib", file=file)
+            while time.monotonic() - start < hours * 3600 and process.poll() is None:
+                print(f"{time.monotonic() - start:.0f},{resident(process.pid):.1f}", file=file, flush=True)
+                time.sleep(5)
     finally:
         process.send_signal(signal.SIGTERM)
         code = process.wait()
     assert code == 143, f"the run ended by itself, with code {code}"
-    seconds, mib = np.array(samples).T
-    first = np.median(mib[(seconds >= 600) & (seconds < 720)])  # minutes ten to twelve
-    last = np.median(mib[seconds >= seconds[-1] - 120])  # the last two
+    steadiness(out, out.with_suffix(".json"))
+
+
+def steadiness(samples: Path, out: Path | None = None, window: float = 30.0) -> None:
+    """Compare the first and the last part of `memory`'s samples, the first ten minutes left out.
+
+    Memory is a sawtooth with a period of some five minutes: protobuf, by which TensorBoard writes, now and then makes
+    the C library hand back what is free. Hence lowest, mean and highest over parts much longer than that.
+
+    Args:
+        samples: CSV
+        out: JSON to write
+        window: length of either part [min]
+    """
+    with samples.open(newline="") as file:
+        seconds, mib = np.array([[float(row["seconds"]), float(row["mib"])] for row in csv.DictReader(file)]).T
+    parts = {
+        "first": mib[(seconds >= 600) & (seconds < 600 + 60 * window)],
+        "last": mib[seconds >= seconds[-1] - 60 * window],
+    }
+    statistics = {"lowest": np.min, "mean": np.mean, "highest": np.max}
+    found = {part: {name: round(float(of(x)), 1) for name, of in statistics.items()} for part, x in parts.items()}
+    growth = {name: round(100 * (found["last"][name] / found["first"][name] - 1), 2) for name in statistics}
     write(out, {
-        "training": "python " + command,
-        "hours": round(seconds[-1] / 3600, 2),
-        "mib_after_ten_minutes": round(float(first), 1),
-        "mib_at_the_end": round(float(last), 1),
-        "peak_mib_after_ten_minutes": round(float(mib[seconds >= 600].max()), 1),
-        "growth_percent": round(float(100 * (last / first - 1)), 2),
-        "mib_every_ten_minutes": [round(float(np.interp(t, seconds, mib)), 1) for t in np.arange(0, seconds[-1], 600)],
+        "minutes": round(seconds[-1] / 60, 1),
+        "window_minutes": window,
+        "mib_in_the_first_window_after_ten_minutes": found["first"],
+        "mib_in_the_last_window": found["last"],
+        "growth_percent": growth,
     })  # fmt: skip
+    assert growth["highest"] < 1
 
 
 def referee(
@@ -214,4 +237,6 @@ def referee(
 
 
 if __name__ == "__main__":
-    tyro.extras.subcommand_cli_from_dict({"kills": kills, "memory": memory, "referee": referee})
+    tyro.extras.subcommand_cli_from_dict(
+        {"kills": kills, "memory": memory, "steadiness": steadiness, "referee": referee}
+    )
