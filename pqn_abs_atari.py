@@ -429,6 +429,7 @@ def train(args: Args) -> dict:
         # environments write on the host. Row T of obs and values is the observation that the last step returned.
         obs = torch.zeros((longest + 1, N, 4, 84, 84), dtype=torch.uint8, device=device)  # (T+1, N, 4, 84, 84) uint8
         actions = torch.zeros((longest, N), dtype=torch.int64, device=device)  # (T, N) int64
+        greedy = torch.zeros((longest, N), dtype=torch.int64, device=device)  # (T, N) int64, argmax_a Q(s, a)
         values = torch.zeros((longest + 1, N), device=device)  # (T+1, N) float32, max_a Q(s, a)
         rewards = torch.zeros((longest, N))  # (T, N) float32
         terminal, truncated, reset_row = (torch.zeros((longest, N), dtype=torch.bool) for _ in range(3))  # (T, N) bool
@@ -455,10 +456,10 @@ def train(args: Args) -> dict:
             for t in range(T):
                 epsilon = epsilon_at(global_step, args.start_e, args.end_e, decay_steps)
                 with torch.no_grad():
-                    values[t], greedy = q_network(obs[t]).max(dim=1)
+                    values[t], greedy[t] = q_network(obs[t]).max(dim=1)
                 explore = torch.rand(N, generator=rng, device=device) < epsilon
                 random_actions = torch.randint(num_actions, (N,), generator=rng, device=device)
-                actions[t] = torch.where(explore, random_actions, greedy)
+                actions[t] = torch.where(explore, random_actions, greedy[t])
                 next_obs, reward, terminated, cut, info = envs.step(actions[t].cpu().numpy())
 
                 game_over = info["terminated"].astype(bool)  # also on the very step of the time limit
@@ -480,14 +481,7 @@ def train(args: Args) -> dict:
             flat_obs, flat_actions, flat_targets = obs[:T].flatten(0, 1), actions[:T].flatten(), targets.flatten()
             valid = (~reset_row[:T]).float().flatten().to(device)  # (B,) 0 for reset rows: they are no transitions
 
-            # 3 learn, remembering the greedy actions on some states of the rollout if divergence is to be measured
-            measure = iteration % args.divergence_interval == 0
-            if measure:
-                # DEVIATION: states of valid rows only; a reset row shows a game that has ended, where no action counts.
-                states = valid.nonzero().squeeze(1)
-                states = states[torch.randperm(len(states), generator=measuring_rng, device=device)]
-                states = states[: args.divergence_states]  # (M,) rows, without replacement
-                actions_before = greedy_actions(q_network, flat_obs[states])
+            # 3 learn: minibatches of the whole rollout
             epochs = update_epochs_for(T, args.update_epochs, args.base_num_steps)
             loss_sum, q_sum = torch.zeros(2, device=device)  # stay there: the loop reads nothing back from the device
             for rows in minibatches(T * N, epochs, args.num_minibatches, rng):
@@ -505,9 +499,14 @@ def train(args: Args) -> dict:
                 raise FloatingPointError(f"the loss became {loss} in iteration {iteration}, up to step {global_step:,}")
 
             # 4 measure and adapt
+            measure = iteration % args.divergence_interval == 0
             if measure:
-                actions_after = greedy_actions(q_network, flat_obs[states])
-                divergences.append(behavioral_divergence(actions_before, actions_after))
+                # DEVIATION: states of valid rows only; a reset row shows a game that has ended, where no action counts.
+                states = valid.nonzero().squeeze(1)
+                states = states[torch.randperm(len(states), generator=measuring_rng, device=device)]
+                states = states[: args.divergence_states]  # (M,) rows, without replacement
+                actions_before = greedy[:T].flatten()[states]  # of phase 1: the parameters were the same
+                divergences.append(behavioral_divergence(actions_before, greedy_actions(q_network, flat_obs[states])))
             divergence_mean = sum(divergences) / len(divergences) if divergences else None
             if measure and len(divergences) >= args.divergence_warmup:
                 target = rollout_length_target(

@@ -4,6 +4,7 @@ The functions that it calls are wrapped to see what they are given; nothing of i
 T steps per rollout, N environments.
 """
 
+import copy
 import csv
 import importlib
 import json
@@ -462,16 +463,37 @@ def test_divergence_is_measured_on_valid_states_without_replacement(script, run,
     game = [Row(1), Row(1, lives=0, terminated=True)]  # rows: step, game over, reset row, step, game over, reset row
     flags = [*length_flags(script, 12), "--num-envs", "1", "--total-timesteps", "48"]
     run(script, ScriptedGame, *flags, "--divergence-interval", "2", scripts=[game])
-    assert len(seen) == 4  # before and after, in iterations 2 and 4
-    for before, after in (seen[:2], seen[2:]):
-        assert torch.equal(before, after)
-        greys = before[:, -1, 0, 0].tolist()  # the screen's grey tells which row an observation came from
+    assert len(seen) == 2  # in iterations 2 and 4
+    for obs in seen:
+        greys = obs[:, -1, 0, 0].tolist()  # the screen's grey tells which row an observation came from
         assert len(greys) == len(set(greys)) == 8  # 12 rows, 4 of them reset rows
-    # Observation number k (grey k + 1) is acted upon in row k; rows 2, 5, 8, ... are reset rows.
-    assert all((grey - 1) % 3 != 2 for grey in greys)
+        # Observation number k (grey k + 1) is acted upon in row k; rows 2, 5, 8, ... are reset rows.
+        assert all((grey - 1) % 3 != 2 for grey in greys)
     seen.clear()
     run(script, ScriptedGame, *flags, "--divergence-interval", "2", "--divergence-states", "5", scripts=[game])
     assert {len(obs) for obs in seen} == {5}
+
+
+def test_divergence_compares_the_network_before_learning_with_that_after(script, run, monkeypatch):
+    """Oracle: both networks, asked again about the same states."""
+    networks, before, checked = [], [], []
+    build, shuffle, greedy_of = script.QNetwork, script.minibatches, script.greedy_actions
+    monkeypatch.setattr(script, "QNetwork", lambda *args: networks.append(build(*args)) or networks[-1])
+    monkeypatch.setattr(
+        script, "minibatches", lambda *args: before.append(copy.deepcopy(networks[-1])) or shuffle(*args)
+    )
+    monkeypatch.setattr(script, "greedy_actions", lambda net, obs: (checked.append(obs), greedy_of(net, obs))[1])
+
+    def compare(actions_before, actions_after):
+        assert torch.equal(actions_before, greedy_of(before[-1], checked[-1]))
+        assert torch.equal(actions_after, greedy_of(networks[-1], checked[-1]))
+        return 0.25
+
+    monkeypatch.setattr(script, "behavioral_divergence", compare)
+    flags = [*length_flags(script, 12), "--total-timesteps", "288", "--divergence-states", "40"]
+    result = run(script, CueGame, *flags, "--divergence-interval", "2", "--learning-rate", "0.01")
+    measured = [row["abs/behavioral_divergence"] for row in metrics(result["run_dir"])]
+    assert measured == ["", "0.25"] * (len(measured) // 2) and len(checked) == len(measured) // 2 >= 2
 
 
 def test_warm_up_interval_and_window(abs_script, run, monkeypatch):
