@@ -74,6 +74,7 @@ import envpool
 import matplotlib
 import numpy as np
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 import tyro
@@ -236,7 +237,7 @@ def make_envs(args: Args, seeds: list[int]):
         env_type="gymnasium",
         num_envs=len(seeds),
         seed=seeds,
-        num_threads=min(args.env_threads or os.cpu_count() or 1, len(seeds)),
+        num_threads=min(args.env_threads or cores_per_rank(), len(seeds)),
         episodic_life=args.episodic_life,
         reward_clip=args.reward_clip,
         repeat_action_probability=args.repeat_action_probability,
@@ -1167,6 +1168,86 @@ def summary(rows: list[dict], args: Args) -> list[str]:
 # ######################################################################################################################
 
 # ======================================================================================================================
+# Several processes: `torchrun --nproc-per-node=4 SCRIPT FLAGS`. Without torchrun there is one, and this does nothing
+# ======================================================================================================================
+
+# Each rank has its share of the environments and learns from its own rows; parameters start equal and stay equal.
+# Rank 0 alone logs, saves and evaluates.
+RANKS = dist.is_torchelastic_launched()  # a mere RANK in the environment may be another launcher's
+RANK = int(os.environ["RANK"]) if RANKS else 0
+NUM_RANKS = int(os.environ["WORLD_SIZE"]) if RANKS else 1
+LOCAL_RANK = int(os.environ["LOCAL_RANK"]) if RANKS else 0
+LOCAL_RANKS = int(os.environ["LOCAL_WORLD_SIZE"]) if RANKS else 1  # on this machine
+
+
+class RankLost(Exception):
+    """Another rank has ended, or cannot be reached."""
+
+
+@contextlib.contextmanager
+def talking():
+    """Between ranks: what fails there becomes RankLost."""
+    try:
+        yield
+    except RuntimeError as error:
+        message = str(error).strip().splitlines()[0]
+        raise RankLost(f"another rank has ended, or cannot be reached, says rank {RANK}: {message}") from error
+
+
+def cores_per_rank() -> int:
+    """CPU cores for each process of this machine."""
+    return max((os.cpu_count() or 1) // LOCAL_RANKS, 1)
+
+
+def join_ranks(device: torch.device) -> None:
+    """Waits until all ranks are there; nccl between GPUs, gloo between CPUs."""
+    if NUM_RANKS > 1:
+        with talking():
+            dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+
+
+def leave_ranks() -> None:
+    """When training has ended."""
+    if NUM_RANKS > 1:
+        dist.destroy_process_group()
+
+
+def average_over_ranks(weights, tensors) -> None:
+    """Replaces tensors by their mean over all ranks, weighted by the sum of each one's weights, in place.
+
+    With a minibatch's valid rows as weights, gradients become those of the union of the minibatches, and the same bits
+    on every rank. DistributedDataParallel would count all ranks alike, however many reset rows they have, and hide the
+    one line that matters.
+    """
+    if NUM_RANKS == 1:
+        return
+    weight = weights.sum().reshape(1)
+    flat = torch.cat([weight, *(weight * tensor.flatten() for tensor in tensors)])
+    with talking():
+        dist.all_reduce(flat)
+    means = flat[1:] / flat[0].clamp(min=1.0)
+    for tensor, mean in zip(tensors, means.split([tensor.numel() for tensor in tensors])):
+        tensor.copy_(mean.view_as(tensor))
+
+
+def mean_over_ranks(value: float, weight: int, device: torch.device) -> float:
+    """Weighted mean of one number of each rank: equal on all of them."""
+    mean = torch.tensor([value], dtype=torch.float64, device=device)
+    average_over_ranks(torch.tensor([weight], dtype=torch.float64, device=device), [mean])
+    return mean.item()
+
+
+def gather_over_ranks(items: list) -> list:
+    """The lists of all ranks, one after the other."""
+    if NUM_RANKS == 1:
+        return items
+    lists = [None] * NUM_RANKS
+    with talking():
+        dist.all_gather_object(lists, items)
+    return [item for of_rank in lists for item in of_rank]
+
+
+# ======================================================================================================================
 # Evaluation and film
 # ======================================================================================================================
 
@@ -1500,11 +1581,11 @@ def copied(state, earlier=None):
 
 
 def restore(saved: dict, q_network: nn.Module, optimizer: torch.optim.Optimizer, *generators: torch.Generator) -> None:
-    """Undoes `snapshot`. A GPU and a CPU have different generators: between them, new ones are seeded."""
+    """Undoes `snapshot`. Between a GPU and a CPU, and on ranks other than 0, generators are seeded anew."""
     load_network(q_network, saved)
     optimizer.load_state_dict(copied(saved["optimizer"]))  # it keeps the very tensors
     for generator, state in zip(generators, saved["generators"]):
-        if generator.device.type == saved["device"]:
+        if generator.device.type == saved["device"] and RANK == 0:
             generator.set_state(state)
         else:
             generator.manual_seed(generator.initial_seed() + saved["global_step"])
@@ -1607,8 +1688,10 @@ def on_signals(handler):
 # ======================================================================================================================
 
 
-def say(text: str) -> None:
-    """Prints a line on stderr without tearing a progress bar."""
+def say(text: str, rank: int = 0) -> None:
+    """Prints a line on stderr without tearing a progress bar, on one of several ranks alone."""
+    if rank != RANK:
+        return
     with contextlib.suppress(BrokenPipeError):  # no one reads it: no reason to stop
         tqdm.write(text, file=sys.stderr)
 
@@ -1785,15 +1868,32 @@ class RunLog:
 
 def set_up_torch(args) -> torch.device:
     """The device to use; before that, torch's threads and the C library's memory, for the whole process."""
-    if args.torch_threads:
-        torch.set_num_threads(args.torch_threads)
+    if args.torch_threads or NUM_RANKS > 1:  # torchrun allows one, whatever the cores
+        torch.set_num_threads(args.torch_threads or cores_per_rank())
     with contextlib.suppress(AttributeError):  # glibc alone has it
         # Let freed memory wait for its next use. By default glibc hands large blocks back, each activation of a large
         # minibatch among them, and the page faults on the next one take up to two fifths of a CPU's training time.
         libc = ctypes.CDLL(None)
         libc.mallopt(-4, 0)  # M_MMAP_MAX: no block has a mapping of its own
         libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD: the heap does not shrink
-    return torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
+    if not (args.cuda and torch.cuda.is_available()):
+        return torch.device("cpu")
+    torch.cuda.set_device(LOCAL_RANK)
+    return torch.device("cuda", LOCAL_RANK)
+
+
+class SilentLog(contextlib.nullcontext):
+    """What the other ranks have in place of rank 0's RunLog."""
+
+    run_dir = None
+
+    def __enter__(self):
+        return self
+
+    def ignore(self, *args, **kwargs) -> None:
+        pass
+
+    write = keep = save_final = write_evaluation = ignore
 
 
 def announce(args, device: torch.device) -> None:
@@ -1801,7 +1901,8 @@ def announce(args, device: torch.device) -> None:
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
     say(
         f"{args.env_id}, {args.network} network, seed {args.seed}, {args.total_timesteps:,} steps on {where}\n"
-        f"building {args.num_envs} environments, about 0.1 s each (Ctrl-C ends this at once) ..."
+        f"building {args.num_envs} environments{f' in {NUM_RANKS} processes' if NUM_RANKS > 1 else ''}, "
+        "about 0.1 s each (Ctrl-C ends this at once) ..."
     )
 
 
@@ -1857,7 +1958,8 @@ DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, 
 
 def refuse(message: str) -> NoReturn:
     """Ends the program as a wrong command line does: one line on stderr, exit code 2."""
-    print(f"{Path(__file__).name}: error: {message}", file=sys.stderr)
+    if RANK == 0:
+        print(f"{Path(__file__).name}: error: {message}", file=sys.stderr)
     raise SystemExit(2)
 
 
@@ -1974,15 +2076,23 @@ def check_args(args) -> None:
         hint = f"did you mean {' or '.join(near)}?" if near else "allowed are envpool's Atari games, such as Pong-v5"
         refuse(f"--env-id {args.env_id}: {hint}")
 
+    if NUM_RANKS > 1 and (args.evaluate or hasattr(args, "probe_interval")):
+        refuse("torchrun: for training alone; start this with python, as one process")
+    if args.num_envs % NUM_RANKS or getattr(args, "divergence_states", NUM_RANKS) < NUM_RANKS:
+        refuse(f"--num-envs {args.num_envs}, --divergence-states {args.divergence_states}: torchrun's {NUM_RANKS} "
+               "processes must share them out, the environments equally")  # fmt: skip
+    if args.cuda and 0 < torch.cuda.device_count() < LOCAL_RANKS:
+        refuse(f"torchrun: {LOCAL_RANKS} processes need as many GPUs, and there are {torch.cuda.device_count()}")
     shortest, longest = args.rollout_lengths()
     if shortest > longest:
         refuse(f"--num-steps-min {shortest}: more than the longest rollout, {longest} steps (--num-steps-max)")
-    rows = shortest * args.num_envs
+    rows = shortest * (args.num_envs // NUM_RANKS)  # of each process
     if rows < 2 * args.num_minibatches:
         refuse(f"--num-minibatches {args.num_minibatches}: each needs two rows or more, and the shortest rollout has "
-               f"{rows} ({shortest} steps x {args.num_envs} environments); allowed is up to {rows // 2}")  # fmt: skip
-    if args.total_timesteps < rows:
-        refuse(f"--total-timesteps {args.total_timesteps}: less than one rollout, which is {rows} steps "
+               f"{rows} ({shortest} steps x {args.num_envs // NUM_RANKS} environments); "
+               f"allowed is up to {rows // 2}")  # fmt: skip
+    if args.total_timesteps < rows * NUM_RANKS:
+        refuse(f"--total-timesteps {args.total_timesteps}: less than one rollout, which is {rows * NUM_RANKS} steps "
                f"({shortest} x {args.num_envs} environments)")  # fmt: skip
     if hasattr(args, "divergence_low") and args.divergence_low >= args.divergence_high:
         refuse(f"--divergence-low {args.divergence_low}: must be below --divergence-high {args.divergence_high}")
@@ -1995,10 +2105,10 @@ def check_args(args) -> None:
     wandb = importlib.util.find_spec("wandb")
     if args.track and (wandb is None or wandb.origin is None):  # no origin: a mere folder of that name
         refuse("--track: Weights & Biases is not installed; pip install wandb, or leave the flag away")
-    needed = (longest + 1) * args.num_envs * 4 * 84 * 84 / 2**30  # [GiB]
+    needed = (longest + 1) * args.num_envs // NUM_RANKS * LOCAL_RANKS * 4 * 84 * 84 / 2**30  # [GiB]
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     if args.cuda and torch.cuda.is_available():
-        memory = torch.cuda.get_device_properties(0).total_memory / 2**30
+        memory = LOCAL_RANKS * torch.cuda.get_device_properties(0).total_memory / 2**30
     if needed > memory:
         refuse(f"--num-envs {args.num_envs}: rollouts of up to {longest} steps take {needed:,.0f} GiB, and there are "
                f"{memory:,.0f}; take fewer environments or shorter rollouts")  # fmt: skip
@@ -2011,6 +2121,8 @@ def check_args(args) -> None:
         refuse("--eval-episodes 0: --evaluate needs one or more")
     if not args.runs_dir:
         refuse("--runs-dir: allowed is the name of a directory, not an empty one")
+    if RANK:
+        return  # rank 0 alone writes
     name, place = ("resume", resumed_dir(args.resume)) if args.resume else ("runs_dir", Path(args.runs_dir))
     try:
         place.mkdir(parents=True, exist_ok=True)
@@ -2074,10 +2186,10 @@ def main(argv: list[str] | None = None) -> dict:
     try:
         with on_signals(stop):
             result = evaluate_saved(args) if args.evaluate else train(args)
-    except (OSError, FloatingPointError, ReplayError) as error:
+    except (OSError, FloatingPointError, ReplayError, RankLost) as error:
         if isinstance(error, OSError) and error.errno not in DISK_ERRORS:
             raise
-        say(f"{Path(__file__).name}: error: {error}")
+        say(f"{Path(__file__).name}: error: {error}", RANK if isinstance(error, RankLost) else 0)
         raise SystemExit(1) from None
     if args.evaluate or args.checkpoint:
         return result

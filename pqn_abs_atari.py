@@ -71,6 +71,7 @@ from typing import Literal, NoReturn
 import envpool
 import numpy as np
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 import tyro
@@ -208,7 +209,7 @@ def make_envs(args: Args, seeds: list[int]):
         env_type="gymnasium",
         num_envs=len(seeds),
         seed=seeds,
-        num_threads=min(args.env_threads or os.cpu_count() or 1, len(seeds)),
+        num_threads=min(args.env_threads or cores_per_rank(), len(seeds)),
         episodic_life=args.episodic_life,
         reward_clip=args.reward_clip,
         repeat_action_probability=args.repeat_action_probability,
@@ -410,16 +411,18 @@ def train(args: Args) -> dict:
     """
     device = set_up_torch(args)
     torch.manual_seed(args.seed)
-    rng = torch.Generator(device).manual_seed(args.seed)  # exploration and shuffling
+    rng = torch.Generator(device).manual_seed(args.seed + 10**6 * RANK)  # exploration and shuffling
     measuring_rng = torch.Generator(device).manual_seed(args.seed)  # of its own: measuring never changes the training
     announce(args, device)
+    join_ranks(device)
 
-    N = args.num_envs
+    N = args.num_envs // NUM_RANKS  # of this process: all of them, unless torchrun has started several
     shortest, longest = args.rollout_lengths()
     saved = load_saved("resume", args.resume)[1] if args.resume else {}  # the checkpoint to go on with
     with on_signals(signal.SIG_DFL):  # envpool builds for seconds without letting Python hear Ctrl-C: die at once
-        envs = make_envs(args, environment_seeds(args.seed, N, "training", saved.get("global_step", 0)))
-    with contextlib.closing(envs), RunLog(args, saved) as log:
+        seeds = environment_seeds(args.seed, args.num_envs, "training", saved.get("global_step", 0))
+        envs = make_envs(args, seeds[RANK * N : (RANK + 1) * N])
+    with contextlib.closing(envs), SilentLog() if RANK else RunLog(args, saved) as log:
         num_actions = int(envs.action_space.n)
         q_network = QNetwork(num_actions, args.network).to(device)
         # foreach: at minibatches of 32, the CPU's default loop over parameters takes as long as the gradient itself.
@@ -448,7 +451,7 @@ def train(args: Args) -> dict:
         obs[0] = torch.from_numpy(envs.reset()[0])
         decay_steps = args.exploration_fraction * args.total_timesteps
 
-        while global_step + (T := round(length)) * N <= args.total_timesteps:
+        while global_step + (T := round(length)) * args.num_envs <= args.total_timesteps:
             iteration += 1
 
             # 1 collect: epsilon-greedy, with fixed parameters; one transfer each way per step
@@ -470,7 +473,7 @@ def train(args: Args) -> dict:
                 reset_row[t] = torch.from_numpy(done)
                 finished += episodes.step(info["reward"], done, game_over, cut)
                 done = terminated | cut
-                global_step += N
+                global_step += args.num_envs
 
             # 2 targets: once per rollout; V_{t+1} is in place already, but for the last row
             with torch.no_grad():
@@ -486,9 +489,12 @@ def train(args: Args) -> dict:
             loss_sum, q_sum = torch.zeros(2, device=device)  # stay there: the loop reads nothing back from the device
             for rows in minibatches(T * N, epochs, args.num_minibatches, rng):
                 q_values = q_network(flat_obs[rows])
-                loss, mean_q = td_loss(q_values, flat_actions[rows], flat_targets[rows], valid[rows])
+                valid_rows = valid[rows]
+                loss, mean_q = td_loss(q_values, flat_actions[rows], flat_targets[rows], valid_rows)
                 optimizer.zero_grad()
                 loss.backward()
+                gradient = [parameter.grad for parameter in q_network.parameters()]
+                average_over_ranks(valid_rows, [loss.detach(), mean_q, *gradient])
                 nn.utils.clip_grad_norm_(q_network.parameters(), args.max_grad_norm)
                 optimizer.step()
                 loss_sum, q_sum = loss_sum + loss.detach(), q_sum + mean_q
@@ -504,9 +510,10 @@ def train(args: Args) -> dict:
                 # DEVIATION: states of valid rows only; a reset row shows a game that has ended, where no action counts.
                 states = valid.nonzero().squeeze(1)
                 states = states[torch.randperm(len(states), generator=measuring_rng, device=device)]
-                states = states[: args.divergence_states]  # (M,) rows, without replacement
+                states = states[: args.divergence_states // NUM_RANKS]  # (M,) rows, without replacement
                 actions_before = greedy[:T].flatten()[states]  # of phase 1: the parameters were the same
-                divergences.append(behavioral_divergence(actions_before, greedy_actions(q_network, flat_obs[states])))
+                delta = behavioral_divergence(actions_before, greedy_actions(q_network, flat_obs[states]))
+                divergences.append(mean_over_ranks(delta, len(states), device))
             divergence_mean = sum(divergences) / len(divergences) if divergences else None
             if measure and len(divergences) >= args.divergence_warmup:
                 target = rollout_length_target(
@@ -515,6 +522,7 @@ def train(args: Args) -> dict:
                 length = adapt_rollout_length(length, target, args.batch_ema, shortest, longest)
 
             # 5 log, keep what a resumed run needs, and carry the last observation over into the next rollout
+            finished = gather_over_ranks(finished)
             recent_scores.extend(score for _, score, _ in finished)
             num_games += len(finished)
             log.write(
@@ -531,8 +539,8 @@ def train(args: Args) -> dict:
                     "abs/behavioral_divergence": divergences[-1] if measure else None,
                     "abs/divergence_mean": divergence_mean,
                     "abs/rollout_length": T,
-                    "abs/batch_size": T * N,
-                    "abs/minibatch_size": T * N / args.num_minibatches,
+                    "abs/batch_size": T * args.num_envs,
+                    "abs/minibatch_size": T * args.num_envs / args.num_minibatches,
                     "abs/update_epochs": epochs,
                 },
                 recent_return=np.mean(recent_scores) if recent_scores else math.nan,
@@ -552,8 +560,9 @@ def train(args: Args) -> dict:
             obs[0] = obs[T]
 
         log.save_final()
+        leave_ranks()
         report = {"mean": math.nan}
-        if args.eval_episodes:
+        if args.eval_episodes and RANK == 0:
             report = evaluate_and_save(q_network, args, log.run_dir, global_step)
             log.write_evaluation(report["mean"])
     return {
@@ -569,6 +578,86 @@ def train(args: Args) -> dict:
 # ######################################################################################################################
 # Part two: plumbing. Nothing below is needed to understand the algorithm, and it is the same text in every script.
 # ######################################################################################################################
+
+# ======================================================================================================================
+# Several processes: `torchrun --nproc-per-node=4 SCRIPT FLAGS`. Without torchrun there is one, and this does nothing
+# ======================================================================================================================
+
+# Each rank has its share of the environments and learns from its own rows; parameters start equal and stay equal.
+# Rank 0 alone logs, saves and evaluates.
+RANKS = dist.is_torchelastic_launched()  # a mere RANK in the environment may be another launcher's
+RANK = int(os.environ["RANK"]) if RANKS else 0
+NUM_RANKS = int(os.environ["WORLD_SIZE"]) if RANKS else 1
+LOCAL_RANK = int(os.environ["LOCAL_RANK"]) if RANKS else 0
+LOCAL_RANKS = int(os.environ["LOCAL_WORLD_SIZE"]) if RANKS else 1  # on this machine
+
+
+class RankLost(Exception):
+    """Another rank has ended, or cannot be reached."""
+
+
+@contextlib.contextmanager
+def talking():
+    """Between ranks: what fails there becomes RankLost."""
+    try:
+        yield
+    except RuntimeError as error:
+        message = str(error).strip().splitlines()[0]
+        raise RankLost(f"another rank has ended, or cannot be reached, says rank {RANK}: {message}") from error
+
+
+def cores_per_rank() -> int:
+    """CPU cores for each process of this machine."""
+    return max((os.cpu_count() or 1) // LOCAL_RANKS, 1)
+
+
+def join_ranks(device: torch.device) -> None:
+    """Waits until all ranks are there; nccl between GPUs, gloo between CPUs."""
+    if NUM_RANKS > 1:
+        with talking():
+            dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+
+
+def leave_ranks() -> None:
+    """When training has ended."""
+    if NUM_RANKS > 1:
+        dist.destroy_process_group()
+
+
+def average_over_ranks(weights, tensors) -> None:
+    """Replaces tensors by their mean over all ranks, weighted by the sum of each one's weights, in place.
+
+    With a minibatch's valid rows as weights, gradients become those of the union of the minibatches, and the same bits
+    on every rank. DistributedDataParallel would count all ranks alike, however many reset rows they have, and hide the
+    one line that matters.
+    """
+    if NUM_RANKS == 1:
+        return
+    weight = weights.sum().reshape(1)
+    flat = torch.cat([weight, *(weight * tensor.flatten() for tensor in tensors)])
+    with talking():
+        dist.all_reduce(flat)
+    means = flat[1:] / flat[0].clamp(min=1.0)
+    for tensor, mean in zip(tensors, means.split([tensor.numel() for tensor in tensors])):
+        tensor.copy_(mean.view_as(tensor))
+
+
+def mean_over_ranks(value: float, weight: int, device: torch.device) -> float:
+    """Weighted mean of one number of each rank: equal on all of them."""
+    mean = torch.tensor([value], dtype=torch.float64, device=device)
+    average_over_ranks(torch.tensor([weight], dtype=torch.float64, device=device), [mean])
+    return mean.item()
+
+
+def gather_over_ranks(items: list) -> list:
+    """The lists of all ranks, one after the other."""
+    if NUM_RANKS == 1:
+        return items
+    lists = [None] * NUM_RANKS
+    with talking():
+        dist.all_gather_object(lists, items)
+    return [item for of_rank in lists for item in of_rank]
+
 
 # ======================================================================================================================
 # Evaluation and film
@@ -904,11 +993,11 @@ def copied(state, earlier=None):
 
 
 def restore(saved: dict, q_network: nn.Module, optimizer: torch.optim.Optimizer, *generators: torch.Generator) -> None:
-    """Undoes `snapshot`. A GPU and a CPU have different generators: between them, new ones are seeded."""
+    """Undoes `snapshot`. Between a GPU and a CPU, and on ranks other than 0, generators are seeded anew."""
     load_network(q_network, saved)
     optimizer.load_state_dict(copied(saved["optimizer"]))  # it keeps the very tensors
     for generator, state in zip(generators, saved["generators"]):
-        if generator.device.type == saved["device"]:
+        if generator.device.type == saved["device"] and RANK == 0:
             generator.set_state(state)
         else:
             generator.manual_seed(generator.initial_seed() + saved["global_step"])
@@ -1011,8 +1100,10 @@ def on_signals(handler):
 # ======================================================================================================================
 
 
-def say(text: str) -> None:
-    """Prints a line on stderr without tearing a progress bar."""
+def say(text: str, rank: int = 0) -> None:
+    """Prints a line on stderr without tearing a progress bar, on one of several ranks alone."""
+    if rank != RANK:
+        return
     with contextlib.suppress(BrokenPipeError):  # no one reads it: no reason to stop
         tqdm.write(text, file=sys.stderr)
 
@@ -1189,15 +1280,32 @@ class RunLog:
 
 def set_up_torch(args) -> torch.device:
     """The device to use; before that, torch's threads and the C library's memory, for the whole process."""
-    if args.torch_threads:
-        torch.set_num_threads(args.torch_threads)
+    if args.torch_threads or NUM_RANKS > 1:  # torchrun allows one, whatever the cores
+        torch.set_num_threads(args.torch_threads or cores_per_rank())
     with contextlib.suppress(AttributeError):  # glibc alone has it
         # Let freed memory wait for its next use. By default glibc hands large blocks back, each activation of a large
         # minibatch among them, and the page faults on the next one take up to two fifths of a CPU's training time.
         libc = ctypes.CDLL(None)
         libc.mallopt(-4, 0)  # M_MMAP_MAX: no block has a mapping of its own
         libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD: the heap does not shrink
-    return torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
+    if not (args.cuda and torch.cuda.is_available()):
+        return torch.device("cpu")
+    torch.cuda.set_device(LOCAL_RANK)
+    return torch.device("cuda", LOCAL_RANK)
+
+
+class SilentLog(contextlib.nullcontext):
+    """What the other ranks have in place of rank 0's RunLog."""
+
+    run_dir = None
+
+    def __enter__(self):
+        return self
+
+    def ignore(self, *args, **kwargs) -> None:
+        pass
+
+    write = keep = save_final = write_evaluation = ignore
 
 
 def announce(args, device: torch.device) -> None:
@@ -1205,7 +1313,8 @@ def announce(args, device: torch.device) -> None:
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
     say(
         f"{args.env_id}, {args.network} network, seed {args.seed}, {args.total_timesteps:,} steps on {where}\n"
-        f"building {args.num_envs} environments, about 0.1 s each (Ctrl-C ends this at once) ..."
+        f"building {args.num_envs} environments{f' in {NUM_RANKS} processes' if NUM_RANKS > 1 else ''}, "
+        "about 0.1 s each (Ctrl-C ends this at once) ..."
     )
 
 
@@ -1261,7 +1370,8 @@ DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, 
 
 def refuse(message: str) -> NoReturn:
     """Ends the program as a wrong command line does: one line on stderr, exit code 2."""
-    print(f"{Path(__file__).name}: error: {message}", file=sys.stderr)
+    if RANK == 0:
+        print(f"{Path(__file__).name}: error: {message}", file=sys.stderr)
     raise SystemExit(2)
 
 
@@ -1378,15 +1488,23 @@ def check_args(args) -> None:
         hint = f"did you mean {' or '.join(near)}?" if near else "allowed are envpool's Atari games, such as Pong-v5"
         refuse(f"--env-id {args.env_id}: {hint}")
 
+    if NUM_RANKS > 1 and (args.evaluate or hasattr(args, "probe_interval")):
+        refuse("torchrun: for training alone; start this with python, as one process")
+    if args.num_envs % NUM_RANKS or getattr(args, "divergence_states", NUM_RANKS) < NUM_RANKS:
+        refuse(f"--num-envs {args.num_envs}, --divergence-states {args.divergence_states}: torchrun's {NUM_RANKS} "
+               "processes must share them out, the environments equally")  # fmt: skip
+    if args.cuda and 0 < torch.cuda.device_count() < LOCAL_RANKS:
+        refuse(f"torchrun: {LOCAL_RANKS} processes need as many GPUs, and there are {torch.cuda.device_count()}")
     shortest, longest = args.rollout_lengths()
     if shortest > longest:
         refuse(f"--num-steps-min {shortest}: more than the longest rollout, {longest} steps (--num-steps-max)")
-    rows = shortest * args.num_envs
+    rows = shortest * (args.num_envs // NUM_RANKS)  # of each process
     if rows < 2 * args.num_minibatches:
         refuse(f"--num-minibatches {args.num_minibatches}: each needs two rows or more, and the shortest rollout has "
-               f"{rows} ({shortest} steps x {args.num_envs} environments); allowed is up to {rows // 2}")  # fmt: skip
-    if args.total_timesteps < rows:
-        refuse(f"--total-timesteps {args.total_timesteps}: less than one rollout, which is {rows} steps "
+               f"{rows} ({shortest} steps x {args.num_envs // NUM_RANKS} environments); "
+               f"allowed is up to {rows // 2}")  # fmt: skip
+    if args.total_timesteps < rows * NUM_RANKS:
+        refuse(f"--total-timesteps {args.total_timesteps}: less than one rollout, which is {rows * NUM_RANKS} steps "
                f"({shortest} x {args.num_envs} environments)")  # fmt: skip
     if hasattr(args, "divergence_low") and args.divergence_low >= args.divergence_high:
         refuse(f"--divergence-low {args.divergence_low}: must be below --divergence-high {args.divergence_high}")
@@ -1399,10 +1517,10 @@ def check_args(args) -> None:
     wandb = importlib.util.find_spec("wandb")
     if args.track and (wandb is None or wandb.origin is None):  # no origin: a mere folder of that name
         refuse("--track: Weights & Biases is not installed; pip install wandb, or leave the flag away")
-    needed = (longest + 1) * args.num_envs * 4 * 84 * 84 / 2**30  # [GiB]
+    needed = (longest + 1) * args.num_envs // NUM_RANKS * LOCAL_RANKS * 4 * 84 * 84 / 2**30  # [GiB]
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     if args.cuda and torch.cuda.is_available():
-        memory = torch.cuda.get_device_properties(0).total_memory / 2**30
+        memory = LOCAL_RANKS * torch.cuda.get_device_properties(0).total_memory / 2**30
     if needed > memory:
         refuse(f"--num-envs {args.num_envs}: rollouts of up to {longest} steps take {needed:,.0f} GiB, and there are "
                f"{memory:,.0f}; take fewer environments or shorter rollouts")  # fmt: skip
@@ -1415,6 +1533,8 @@ def check_args(args) -> None:
         refuse("--eval-episodes 0: --evaluate needs one or more")
     if not args.runs_dir:
         refuse("--runs-dir: allowed is the name of a directory, not an empty one")
+    if RANK:
+        return  # rank 0 alone writes
     name, place = ("resume", resumed_dir(args.resume)) if args.resume else ("runs_dir", Path(args.runs_dir))
     try:
         place.mkdir(parents=True, exist_ok=True)
@@ -1453,10 +1573,10 @@ def main(argv: list[str] | None = None) -> dict:
     try:
         with on_signals(stop):
             result = evaluate_saved(args) if args.evaluate else train(args)
-    except (OSError, FloatingPointError, ReplayError) as error:
+    except (OSError, FloatingPointError, ReplayError, RankLost) as error:
         if isinstance(error, OSError) and error.errno not in DISK_ERRORS:
             raise
-        say(f"{Path(__file__).name}: error: {error}")
+        say(f"{Path(__file__).name}: error: {error}", RANK if isinstance(error, RankLost) else 0)
         raise SystemExit(1) from None
     if args.evaluate:
         return result
