@@ -580,9 +580,10 @@ def train(args: Args) -> dict:
 # ######################################################################################################################
 
 # ======================================================================================================================
-# Several processes: `torchrun --nproc-per-node=4 SCRIPT FLAGS`. Without torchrun there is one, and this does nothing
+# Several processes
 # ======================================================================================================================
 
+# torchrun --nproc-per-node=4 SCRIPT FLAGS. Without torchrun there is one process, and all this does nothing.
 # Each rank has its share of the environments and learns from its own rows; parameters start equal and stay equal.
 # Rank 0 alone logs, saves and evaluates.
 RANKS = dist.is_torchelastic_launched()  # a mere RANK in the environment may be another launcher's
@@ -602,8 +603,8 @@ def talking():
     try:
         yield
     except RuntimeError as error:
-        message = str(error).strip().splitlines()[0]
-        raise RankLost(f"another rank has ended, or cannot be reached, says rank {RANK}: {message}") from error
+        reason = re.sub(r"^\[.*?\] ", "", str(error).strip()).split(". ")[0]  # without gloo's line and advice
+        raise RankLost(f"another rank has ended, or cannot be reached, says rank {RANK}: {reason}") from error
 
 
 def cores_per_rank() -> int:

@@ -1,155 +1,534 @@
-"""How close training comes to the bound that its parts set: 1 / (1/e + 1/f + E/t).
+"""How fast training is, how close to the bound that its parts set, what memory it takes, and how both grow.
 
-e is raw envpool [steps/s], f the network's forward pass [observations/s], t its forward and backward pass
-[observations/s], E the epochs. All three are measured again after every iteration of a real training run, at the sizes
-that it uses: so a machine that drifts slows both sides alike. Needs an otherwise idle machine.
+    python benchmark/speed.py table --out benchmark/results/speed.json
+    python benchmark/speed.py table --cuda --out benchmark/results/speed_gpu.json
+    python benchmark/speed.py memory --out benchmark/results/memory_float32.json
+    python benchmark/speed.py grow --out benchmark/results/grow.json
+    python benchmark/speed.py pair --against "python other.py --flags" --ours "pqn_fixed_atari.py --flags"
 
-    python benchmark/speed.py --out benchmark/results/speed.json
+table    steps per second of both scripts, against the bound 1 / (1/e + 1/f + E/t): e is raw envpool [steps/s], f the
+         network's forward pass on N observations and t its forward and backward pass on a minibatch [obs/s], E the
+         epochs. Learning has more to do than t (loss, clipping, RAdam), so nothing can exceed the bound, but for drift
+         of the machine. Against drift all runs of a setting stand side by side, each in a process of its own, and take
+         turns: one iteration of training while the others wait, and at once, in the same process, its parts. With
+         --cuda also with the scripts' switches for GPUs turned on, as far as they have them, in under 8 minutes.
+memory   peak memory against that of the same script with its frames kept as float32.
+grow     time and memory against N, T and size of the network; a picture goes beside the JSON, and `draw` renews it.
+pair     ours and another script in turn, A B A B: any command that prints its steps per second, such as "SPS: 471".
+
+All but `memory` need a machine that does nothing else.
 """
 
 import contextlib
 import importlib
 import json
+import math
 import os
 import platform
+import re
+import resource
+import shlex
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Annotated
+from unittest import mock
 
+import envpool
 import numpy as np
 import torch
 import tyro
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+FIXED, ADAPTIVE = "pqn_fixed_atari", "pqn_abs_atari"
+SWITCHES = ("compile", "bf16")  # of the scripts, for GPUs; those that they have are turned on one after the other
+PROTOCOL = 20_000_000  # steps
+BLUE, RED = "#0072B2", "#D55E00"  # Okabe and Ito
 
 
 @dataclass(frozen=True)
-class Args:
+class Common:
     env_id: str = "Pong-v5"
     """game, an envpool id"""
-    num_envs: int = 128
-    """N"""
-    num_steps: int = 32
-    """T [steps per environment]; the adaptive script is held at it"""
-    num_minibatches: int = 4
-    """minibatches per epoch"""
-    update_epochs: int = 2
-    """E"""
-    iterations: int = 9
-    """iterations per script; the first is the warm-up and is not counted"""
-    seconds: float = 1.0
-    """how long each part is measured after each iteration [s]"""
+    cuda: bool = False
+    """measure on the GPU"""
+    torch_threads: int = 0
+    """torch's CPU threads; 0 leaves torch's own choice"""
+    env_threads: int = 0
+    """envpool's threads; 0 is one per core"""
     out: Path | None = None
     """JSON to write"""
 
 
-def per_second(work, amount: int, seconds: float) -> float:
-    """Units of work per second: one call to warm up, then calls for some seconds."""
+Flags = Annotated[Common, tyro.conf.arg(name="")]
+
+# --- The process of a run
+
+
+def clock(cuda: bool) -> float:
+    """Seconds, once the GPU has done all that it was told to."""
+    if cuda:
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def per_second(work, amount: int, seconds: float, cuda: bool = False) -> float:
+    """Units of work per second: one call to warm up, then calls for some seconds, one at least."""
     work()
-    start, calls = time.perf_counter(), 0
-    while time.perf_counter() - start < seconds:
+    start, calls = clock(cuda), 0
+    while calls == 0 or time.perf_counter() - start < seconds:
         work()
         calls += 1
-    return amount * calls / (time.perf_counter() - start)
+    return amount * calls / (clock(cuda) - start)
 
 
 class Parts:
-    """What training is made of, each at the batch size that the script has there."""
+    """What training is made of, each part at its size there, on environments and weights of its own."""
 
-    def __init__(self, args: Args, script):
-        self.args, self.random = args, np.random.default_rng(0)
-        self.envs = script.make_envs(script.Args(env_id=args.env_id), list(range(args.num_envs)))
+    def __init__(self, script, args, rows: int, cuda: bool):
+        self.num_envs, self.rows, self.cuda, self.random = args.num_envs, rows, cuda, np.random.default_rng(0)
+        self.envs = script.make_envs(args, script.environment_seeds(args.seed, self.num_envs, "probe"))
         self.envs.reset()
-        self.num_actions = int(self.envs.action_space.n)
-        self.q_network = script.QNetwork(self.num_actions)
-        self.rows = args.num_envs * args.num_steps // args.num_minibatches
-        self.obs = torch.randint(0, 256, (max(self.rows, args.num_envs), 4, 84, 84), dtype=torch.uint8)
+        self.num_actions, device = int(self.envs.action_space.n), "cuda" if cuda else "cpu"
+        self.q_network = script.QNetwork(self.num_actions, args.network).to(device)
+        if getattr(args, "compile", False):
+            self.q_network.compile()
+        self.precision = lambda: torch.autocast(device, torch.bfloat16, enabled=getattr(args, "bf16", False))
+        self.obs = torch.randint(0, 256, (max(rows, self.num_envs), 4, 84, 84), dtype=torch.uint8, device=device)
 
-    def step(self):
-        self.envs.step(self.random.integers(self.num_actions, size=self.args.num_envs))
+    def step(self) -> None:
+        self.envs.step(self.random.integers(self.num_actions, size=self.num_envs))
 
-    def forward(self):
-        with torch.no_grad():
-            self.q_network(self.obs[: self.args.num_envs])
+    def forward(self) -> None:
+        with torch.no_grad(), self.precision():
+            self.q_network(self.obs[: self.num_envs])
+        clock(self.cuda)  # in training, too, the environments wait for it
 
-    def forward_backward(self):
+    def forward_backward(self) -> None:
         self.q_network.zero_grad()
-        self.q_network(self.obs[: self.rows]).square().mean().backward()
+        with self.precision():
+            loss = self.q_network(self.obs[: self.rows]).float().square().mean()
+        loss.backward()
 
-    def measure(self) -> dict:
-        seconds = self.args.seconds
+    def measure(self, seconds: float) -> dict:
         return {
-            "e": per_second(self.step, self.args.num_envs, seconds),
-            "f": per_second(self.forward, self.args.num_envs, seconds),
-            "t": per_second(self.forward_backward, self.rows, seconds),
+            "e": per_second(self.step, self.num_envs, seconds),
+            "f": per_second(self.forward, self.num_envs, seconds, self.cuda),
+            "t": per_second(self.forward_backward, self.rows, seconds, self.cuda),
         }
 
 
-def measure_script(args: Args, name: str) -> list[dict]:
-    """e, f, t, their bound, and the steps per second of each iteration of a training run but the first."""
-    script = importlib.import_module(name)
-    parts = Parts(args, script)
-    lengths = {"num_steps": args.num_steps}
-    if name == "pqn_abs_atari":
-        lengths = {"num_steps_min": args.num_steps, "num_steps_max": args.num_steps}
-    results, resumed = [], None
+def bound(e: float, f: float, t: float, epochs: int) -> float:
+    """Most steps per second of a training whose parts have these speeds."""
+    return 1 / (1 / e + 1 / f + epochs / t)
+
+
+@contextlib.contextmanager
+def float32_frames():
+    """Within the block, frames are kept as float32, as in many other scripts: what torch.zeros would make of uint8."""
+    zeros, made = torch.zeros, []
+
+    def wider(*size, dtype=None, **more):
+        if dtype == torch.uint8:
+            made.append(dtype := torch.float32)
+        return zeros(*size, dtype=dtype, **more)
+
+    with mock.patch.object(torch, "zeros", wider):
+        yield
+    assert made, "no frames were allocated by torch.zeros: both sides were the same"
+
+
+def facts(cuda: bool) -> dict:
+    """Peak memory of this process so far [MiB], and the machine."""
+    status, processors = (Path("/proc", name) for name in ("self/status", "cpuinfo"))
+    # Not ru_maxrss where there is something better: on Linux a process begins with the peak of its parent.
+    peak = re.search(r"(?m)^VmHWM:\s*(\d+) kB", status.read_text() if status.exists() else "")
+    model = re.search(r"(?m)^model name\s*: (.+)$", processors.read_text() if processors.exists() else "")
+    return {
+        "resident_mib": int(peak[1] if peak else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss) / 2**10,
+        "device_mib": torch.cuda.max_memory_allocated() / 2**20 if cuda else None,
+        "machine": {
+            "processor": model[1] if model else platform.processor() or platform.machine(),
+            "cores": os.cpu_count(), "torch_threads": torch.get_num_threads(),
+            "gpu": torch.cuda.get_device_name() if cuda else None,
+            "python": platform.python_version(), "torch": torch.__version__, "envpool": envpool.__version__,
+        },
+    }  # fmt: skip
+
+
+def follow(job: dict, hand_over) -> None:
+    """Trains, and hands over what is known after each iteration; the run stands still until hand_over returns.
+
+    job         script, flags (its Args), warm_up [iterations], seconds (for each part; 0: no parts), float32
+    hand_over   gets, after the warm-up, `facts` and the number of parameters; after each later iteration: seconds,
+                measuring (those of them in which divergence was measured), sps, and e, f, t, bound, share
+    """
+    script = importlib.import_module(job["script"])
+    args = script.Args(**job["flags"])
+    cuda = args.cuda and torch.cuda.is_available()
+    minibatches, behavioral_divergence = script.minibatches, script.behavioral_divergence
+    iteration, resumed, learnt, measuring, parts = 0, 0.0, 0.0, 0.0, None
+
+    def timed_minibatches(*of):
+        nonlocal learnt
+        yield from minibatches(*of)
+        learnt = clock(cuda)
+
+    def timed_divergence(*of):
+        nonlocal measuring
+        delta = behavioral_divergence(*of)
+        measuring = clock(cuda) - learnt
+        return delta
 
     class Paused(script.RunLog):
-        """Holds training after each iteration for as long as the parts are measured."""
+        def write(self, step, metrics, **more):
+            nonlocal iteration, resumed, measuring, parts
+            super().write(step, metrics, **more)
+            seconds, iteration, rows = clock(cuda) - resumed, iteration + 1, metrics["abs/batch_size"]
+            found = {"seconds": seconds, "measuring": measuring, "sps": rows / seconds}
+            if iteration == job["warm_up"]:
+                found = facts(cuda)  # before the parts take any memory
+                found["parameters"] = sum(values.numel() for values in script.QNetwork(6, args.network).parameters())
+                if job["seconds"]:
+                    parts = Parts(script, args, rows // args.num_minibatches, cuda)
+                    parts.measure(0.0)
+            elif parts and iteration > job["warm_up"]:
+                speeds = parts.measure(job["seconds"])
+                highest = bound(**speeds, epochs=metrics["abs/update_epochs"])
+                found |= speeds | {"bound": highest, "share": found["sps"] / highest}
+            if iteration >= job["warm_up"]:
+                hand_over(found)
+            measuring, resumed = 0.0, clock(cuda)
 
-        def write(self, *metrics, **more):
-            nonlocal resumed
-            super().write(*metrics, **more)
-            elapsed = None if resumed is None else time.perf_counter() - resumed
-            measured = parts.measure()
-            if elapsed is not None:
-                bound = 1 / (1 / measured["e"] + 1 / measured["f"] + args.update_epochs / measured["t"])
-                sps = args.num_envs * args.num_steps / elapsed
-                results.append({"script": name, **measured, "bound": bound, "sps": sps, "share": sps / bound})
-            resumed = time.perf_counter()
+    patches = {"RunLog": Paused, "minibatches": timed_minibatches, "behavioral_divergence": timed_divergence}
+    with mock.patch.multiple(script, **patches), float32_frames() if job["float32"] else contextlib.nullcontext():
+        script.train(args)
 
-    original, script.RunLog = script.RunLog, Paused
-    try:
-        with tempfile.TemporaryDirectory() as runs_dir:
-            script.train(
-                script.Args(
-                    env_id=args.env_id, num_envs=args.num_envs, num_minibatches=args.num_minibatches,
-                    update_epochs=args.update_epochs, eval_episodes=0, cuda=False, runs_dir=runs_dir,
-                    total_timesteps=args.num_envs * args.num_steps * args.iterations, **lengths,
-                )
-            )  # fmt: skip
-    finally:
-        script.RunLog = original
+
+def serve(job: str) -> None:
+    """A run's process: prints what `follow` hands over, and goes on at each line on stdin."""
+
+    def hand_over(found: dict) -> None:
+        print(json.dumps(found), flush=True)
+        if not sys.stdin.readline():
+            os._exit(0)  # no one asks for more
+
+    follow(json.loads(job), hand_over)
+
+
+# --- The process that asks
+
+
+def switches_of(script: str) -> list[str]:
+    """Those of SWITCHES that the script has by now."""
+    known = {field.name for field in fields(importlib.import_module(script).Args)}
+    return [name for name in SWITCHES if name in known]
+
+
+def job_for(script, setting: str, common: Common, on=(), interval=50, seconds=0.0, warm_up=3, float32=False) -> dict:
+    """The job for `follow`. setting: "N,T,minibatches,epochs,network"; the adaptive script is held at that T and E."""
+    n, length, num_minibatches, epochs = map(int, setting.split(",")[:4])
+    lengths = {"num_steps": length}
+    if script == ADAPTIVE:
+        lengths = {"num_steps_min": length, "num_steps_max": length, "base_num_steps": length}
+    flags = {"env_id": common.env_id, "network": setting.split(",")[4], "num_envs": n, **lengths, "eval_episodes": 0,
+             "num_minibatches": num_minibatches, "update_epochs": epochs, "divergence_interval": interval,
+             "total_timesteps": PROTOCOL, "cuda": common.cuda, "torch_threads": common.torch_threads,
+             "env_threads": common.env_threads, **{name: name in on for name in switches_of(script)}}  # fmt: skip
+    return {"script": script, "flags": flags, "seconds": seconds, "warm_up": warm_up, "float32": float32}
+
+
+@contextlib.contextmanager
+def started(job: dict):
+    """A job in a process of its own, in a directory of its own: gives a function that returns what it hands over next.
+
+    With `go_on` the run is first told to do so; what it hands over after the warm-up needs no telling.
+    """
+
+    def ask(go_on: bool = True) -> dict:
+        with contextlib.suppress(BrokenPipeError):  # it has ended: its last words follow
+            os.write(process.stdin.fileno(), b"\n" * go_on)
+        if line := process.stdout.readline():
+            return json.loads(line)
+        sys.exit("a run ended by itself:\n" + errors.read_text()[-3000:])
+
+    with tempfile.TemporaryDirectory() as directory:
+        command, errors = [sys.executable, __file__, "serve", json.dumps(job)], Path(directory, "stderr")
+        with errors.open("w") as file:
+            process = subprocess.Popen(
+                command, cwd=directory, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=file
+            )
+        with process:
+            try:
+                yield ask
+            finally:
+                process.kill()
+
+
+def alternate(jobs: list[dict], rounds: int, deadline: float = math.inf) -> list[dict]:
+    """Runs side by side, one iteration of each in turn; warm-ups overlap. After a deadline no third round begins."""
+    with contextlib.ExitStack() as stack:
+        runs = [stack.enter_context(started(job)) for job in jobs]
+        results = [ask(go_on=False) | {"iterations": []} for ask in runs]
+        for done in range(rounds):
+            if done < 2 or time.monotonic() < deadline:
+                for ask, result in zip(runs, results):
+                    result["iterations"].append(ask())
     return results
 
 
-def main(args: Args) -> None:
-    torch.manual_seed(0)
-    results = {name: measure_script(args, name) for name in ("pqn_fixed_atari", "pqn_abs_atari")}
-    print("\n| script | e | f | t | bound | steps/s | share of the bound: median (lowest to highest) |\n|" + "---|" * 7)
-    for name, runs in results.items():
-        median = {key: statistics.median(run[key] for run in runs) for key in runs[0] if key != "script"}
-        numbers = " | ".join(f"{median[key]:,.0f}" for key in ("e", "f", "t", "bound", "sps"))
-        shares = sorted(run["share"] for run in runs)
-        print(f"| {name} | {numbers} | {median['share']:.0%} ({shares[0]:.0%} to {shares[-1]:.0%}) |")
-    if args.out:
-        report = {
-            "settings": {key: value for key, value in asdict(args).items() if key != "out"},
-            "machine": {
-                "processor": platform.processor() or platform.machine(),
-                "cores": os.cpu_count(),
-                "torch_threads": torch.get_num_threads(),
-                "torch": torch.__version__,
-            },
-            "iterations": [run for runs in results.values() for run in runs],
-        }
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps(report, indent=1) + "\n")
+def write(out: Path | None, results: list[dict], **more) -> None:
+    """Writes the JSON where asked: machine and command, without directories of this one; numbers of five digits."""
+    machine = [result.pop("machine") for result in results]
+    command = re.sub(r"(?<![\w.])/([^\s/'\"]+/)+", "", shlex.join(sys.argv[1:]))
+    result = {"command": f"python benchmark/speed.py {command}", "machine": machine[0], **more, "results": results}
+    result = json.loads(json.dumps(result), parse_float=lambda text: float(f"{float(text):.5g}"))
+    if out:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def median(iterations: list[dict], key: str) -> float:
+    """Of one number of each iteration."""
+    return statistics.median(found[key] for found in iterations)
+
+
+def spread(iterations: list[dict], key: str, form: str = ",.0f") -> str:
+    """Median (lowest to highest)."""
+    values = [found[key] for found in iterations]
+    return f"{statistics.median(values):{form}} ({min(values):{form}} to {max(values):{form}})"
+
+
+# --- table
+
+
+def measuring_share(iterations: list[dict], interval: int) -> float:
+    """Share of the time that measuring divergence takes at an interval, where each of these iterations measured it."""
+    training = statistics.median(found["seconds"] - found["measuring"] for found in iterations)
+    return median(iterations, "measuring") / (median(iterations, "measuring") + interval * training)
+
+
+def protocol_hours(result: dict) -> str:
+    """Training time of 20 M steps [h]; of the adaptive script also as if T, and with it E, were largest throughout."""
+    sps, script = median(result["iterations"], "sps"), importlib.import_module(result["script"])
+    hours = f"{PROTOCOL / sps / 3600:.1f}"
+    length, epochs, network = (result["setting"].split(",")[i] for i in (1, 3, 4))
+    if script.__name__ == ADAPTIVE and int(length) == script.Args().base_num_steps:
+        longest = script.Args(network=network).rollout_lengths()[1]
+        more = script.update_epochs_for(longest, int(epochs), int(length)) - int(epochs)
+        hours += f" (T = {longest}: {PROTOCOL * (1 / sps + more / median(result['iterations'], 't')) / 3600:.1f})"
+    return hours
+
+
+def markdown(results: list[dict]) -> str:
+    """The README's table, and what measuring divergence takes where it was measured in every iteration."""
+    lines = ["| N x T, minibatches, epochs, network | script | e [steps/s] | f [obs/s] | t [obs/s] | bound | steps/s | "
+             "share of the bound | peak memory [MiB] | 20 M steps [h] |", "|" + "---|" * 10]  # fmt: skip
+    notes = ["", "Medians over the iterations (lowest to highest)."]
+    for result in results:
+        found, (n, length, *rest) = result["iterations"], result["setting"].split(",")
+        name = " ".join([result["script"], *(f"--{name}" for name in result["on"])])
+        if result["interval"] == 1:
+            name += " --divergence-interval 1"
+            every, default = measuring_share(found, 1), measuring_share(found, 50)
+            notes.append(f"Measuring divergence takes {every:.1%} of the time in every iteration, and {default:.2%} at "
+                         f"the default interval of 50 ({n} x {length}, {', '.join(rest)}).")  # fmt: skip
+        peak = f"{result['resident_mib']:,.0f}"
+        if result["device_mib"] is not None:
+            peak += f", GPU {result['device_mib']:,.0f}"
+        cells = [f"{n} x {length}, {', '.join(rest)}", name]
+        cells += [f"{median(found, key):,.0f}" for key in ("e", "f", "t", "bound")]
+        cells += [spread(found, "sps"), spread(found, "share", ".0%"), peak, protocol_hours(result)]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines + notes)
+
+
+def table(
+    common: Flags = Common(),
+    settings: tuple[str, ...] = ("128,32,4,2,base", "128,32,32,2,base", "8,128,4,4,base", "128,32,4,2,large"),
+    rounds: int = 7,
+    seconds: float = 0.0,
+    minutes: float = 0.0,
+) -> None:
+    """Steps per second of both scripts in turn, their parts, bound and memory, and the cost of measuring divergence.
+
+    Args:
+        settings: each N,T,minibatches,epochs,network
+        rounds: timed iterations of each run, after three to warm up
+        seconds: how long each part is measured after each iteration [s]; 0 is 1, with --cuda 0.3
+        minutes: time for all of it; where it runs short, rounds become fewer, and the last settings are left out; 0 is
+            7 with --cuda, and no limit without
+    """
+    seconds = seconds or (0.3 if common.cuda else 1.0)
+    begin, limit = time.monotonic(), 60 * (minutes or (7.0 if common.cuda else math.inf))
+    switches, results, longest = switches_of(FIXED) if common.cuda else [], [], 0.0
+    arms = [(script, switches[:count], 50) for count in range(len(switches) + 1) for script in (FIXED, ADAPTIVE)]
+    for number, setting in enumerate(settings):
+        elapsed = time.monotonic() - begin
+        if elapsed + longest > limit:
+            print(f"no time is left for {setting}", file=sys.stderr)
+            continue
+        chosen = arms if number else [*arms, (ADAPTIVE, [], 1)]
+        print(f"{setting}: {len(chosen)} runs side by side ...", file=sys.stderr, flush=True)
+        jobs = [job_for(script, setting, common, on, interval, seconds) for script, on, interval in chosen]
+        deadline = begin + elapsed + (limit - elapsed) / (len(settings) - number)
+        for (script, on, interval), result in zip(chosen, alternate(jobs, rounds, deadline)):
+            results.append({"setting": setting, "script": script, "on": on, "interval": interval, **result})
+        longest = max(longest, time.monotonic() - begin - elapsed)
+    print(markdown(results))
+    write(common.out, results, minutes=(time.monotonic() - begin) / 60)
+
+
+# --- memory, grow, pair
+
+
+def memory(
+    common: Flags = Common(),
+    num_envs: int = 128,
+    num_steps: int = 128,
+    num_minibatches: tuple[int, ...] = (4, 32),
+) -> None:
+    """Peak memory of training with frames as uint8 and as float32, each in a process of its own.
+
+    Args:
+        num_envs: N
+        num_steps: T
+        num_minibatches: minibatches per epoch, one comparison for each
+    """
+    kind, results = "device_mib" if common.cuda else "resident_mib", []
+    print(f"| N, T, minibatches, epochs, network | uint8 [{kind}] | float32 | ratio |\n|---|---|---|---|")
+    for count in num_minibatches:
+        setting = f"{num_envs},{num_steps},{count},1,base"  # more epochs leave the peak as it is
+        jobs = [job_for(FIXED, setting, common, warm_up=2, float32=float32) for float32 in (False, True)]
+        (ours,), (other,) = (alternate([job], 0) for job in jobs)
+        found = {"setting": setting, "uint8": ours[kind], "float32": other[kind], "ratio": ours[kind] / other[kind]}
+        results.append(found | {"machine": ours["machine"]})
+        print("| {setting} | {uint8:,.0f} | {float32:,.0f} | {ratio:.2f} |".format(**found), flush=True)
+    write(common.out, results)
+
+
+def grow(
+    common: Flags = Common(),
+    envs: tuple[int, ...] = (8, 16, 32, 64, 128, 256),
+    steps: tuple[int, ...] = (16, 32, 64, 128),
+    networks: tuple[str, ...] = ("base", "large", "xlarge"),
+    rounds: int = 2,
+    repeats: int = 2,
+) -> None:
+    """Time and peak memory of pqn_fixed_atari against N, T and the network, the others at 32, 32 and base.
+
+    Args:
+        envs: N
+        steps: T
+        networks: sizes of the network
+        rounds: timed iterations of each run, after two to warm up
+        repeats: how often all of it is done, one after the other, so that drift of the machine shows
+    """
+    sweeps = {"N": [f"{n},32,4,2,base" for n in envs], "T": [f"32,{length},4,2,base" for length in steps],
+              "network": [f"32,32,4,2,{name}" for name in networks]}  # fmt: skip
+    results = [{"sweep": sweep, "setting": setting, "iterations": []} for sweep in sweeps for setting in sweeps[sweep]]
+    for _ in range(repeats):
+        for result in results:
+            (found,) = alternate([job_for(FIXED, result["setting"], common, warm_up=2)], rounds)
+            result |= found | {"iterations": result["iterations"] + found["iterations"]}
+            print(f"{result['setting']}: {spread(result['iterations'], 'sps')} steps/s, "
+                  f"{result['resident_mib']:,.0f} MiB", flush=True)  # fmt: skip
+    write(common.out, results)
+    if common.out:
+        draw(common.out)
+
+
+def draw(source: Path) -> None:
+    """The picture of `grow`, beside its JSON: time of an iteration, labelled with steps/s, and peak memory.
+
+    Args:
+        source: that JSON
+    """
+    from matplotlib.figure import Figure  # not above: the runs' memory shall not have it
+
+    results, figure = json.loads(source.read_text())["results"], Figure(figsize=(8.3, 5), layout="constrained")
+    axes = figure.subplots(2, 3, sharex="col", sharey="row")
+    titles = {"N": "environments N", "T": "rollout length T [steps]", "network": "parameters [millions]"}
+    for (above, below), (sweep, title) in zip(axes.T, titles.items()):
+        points = [result for result in results if result["sweep"] == sweep]
+        sizes = [point["setting"].split(",") for point in points]
+        x = [int(size[sweep == "T"]) for size in sizes]
+        if sweep == "network":
+            x = [point["parameters"] / 1e6 for point in points]
+        seconds = [median(point["iterations"], "seconds") for point in points]
+        above.plot(x, seconds, "o-", color=BLUE, label="measured")
+        above.plot(x, [seconds[-1] * value / x[-1] for value in x], "k--", lw=0.8, label="slope 1")
+        for at, point, size in zip(zip(x, seconds), points, sizes):
+            label = f"{median(point['iterations'], 'sps'):,.0f}/s" + (f"\n{size[4]}" if sweep == "network" else "")
+            above.annotate(label, at, (0, 6), textcoords="offset points", ha="center", fontsize=7.5)
+        kind = "resident_mib" if points[0]["device_mib"] is None else "device_mib"
+        below.plot(x, [point[kind] for point in points], "o-", color=RED, label="measured")
+        if sweep != "network":
+            frames = [int(n) * int(length) * 4 * 84 * 84 / 2**20 for n, length, *_ in sizes]
+            below.plot(x, frames, "k--", lw=0.8, label="the rollout's frames: slope 1")
+        for axis in (above, below):
+            axis.set(xscale="log", yscale="log")
+            axis.grid(alpha=0.3)
+        below.set_xlabel(title)
+        below.set_xticks(x, [f"{value:.3g}" for value in x])
+        below.minorticks_off()
+        above.margins(x=0.15, y=0.2)
+    for axis, label in zip(axes[:, 0], ("iteration [s], and steps/s", "peak memory [MiB]")):
+        axis.set_ylabel(label)
+        axis.legend(frameon=False, fontsize=7.5, loc="lower right")
+    figure.savefig(source.with_suffix(".png"), dpi=150)
+
+
+def read_sps(text: str) -> float:
+    """The last number in a program's output that looks like steps per second: "SPS: 471", "1,471.2 steps/s", ..."""
+    number, unit = r"(\d[\d,_]*\.?\d*(?:e[+-]?\d+)?)", r"\b(?:SPS|steps(?:/|_per_| per )s(?:ec(?:onds?)?)?)\b"
+    found = re.findall(rf"(?i){number} ?{unit}|{unit}[^\w\n]{{0,5}}{number}", text)
+    if not found:
+        sys.exit("the other script has not printed its steps per second, such as SPS: 471, but\n" + text[-2000:])
+    return float("".join(found[-1]).replace(",", "").replace("_", ""))
+
+
+def our_sps(command: str) -> float:
+    """Steps per second of a run of ours from the moment its environments stand, as other scripts count, too."""
+    script, *flags = shlex.split(command)
+    with tempfile.TemporaryDirectory() as directory:
+        flags += ["--eval-episodes", "0", "--runs-dir", directory]
+        subprocess.run([sys.executable, str(ROOT / script), *flags], check=True)
+        (metrics,) = Path(directory).glob("*/metrics.csv")
+        names, *_, last = (line.split(",") for line in metrics.read_text().splitlines())
+    return float(last[names.index("global_step")]) / float(last[names.index("charts/wall_clock")])
+
+
+def pair(
+    against: str, ours: str = "pqn_fixed_atari.py --total-timesteps 100_000", pairs: int = 3, out: Path | None = None
+) -> None:
+    """Ours and another script in turn, A B A B, each as a whole run, and the ratio of each pair.
+
+    Args:
+        against: the other's command; it prints its steps per second, and had best have as many steps to do
+        ours: which of ours, and its flags
+        pairs: how often
+        out: JSON to write
+    """
+    results = []
+    for _ in range(pairs):
+        mine = our_sps(ours)
+        other = subprocess.run(shlex.split(against), text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        found = {"ours": mine, "theirs": read_sps(other.stdout)}
+        results.append(found | {"ratio": mine / found["theirs"], **facts(torch.cuda.is_available())})
+        print("ours {ours:,.1f} steps/s, theirs {theirs:,.1f}, ratio {ratio:.2f}".format(**results[-1]), flush=True)
+    print("ratio, median (lowest to highest): " + spread(results, "ratio", ".2f"))
+    write(out, results)
 
 
 if __name__ == "__main__":
-    with contextlib.suppress(KeyboardInterrupt):
-        main(tyro.cli(Args, description=__doc__.splitlines()[0]))
+    if sys.argv[1:2] == ["serve"]:
+        serve(sys.argv[2])
+    else:
+        with contextlib.suppress(KeyboardInterrupt):
+            tyro.extras.subcommand_cli_from_dict({f.__name__: f for f in (table, memory, grow, draw, pair)})
