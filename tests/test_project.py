@@ -124,7 +124,8 @@ def test_sections_stand_in_their_order(script):
         *(["Divergence", "Gradient noise scale", "Twins", "Probe"] if probe else []),
         "Training",
         *(["Picture and summary"] if probe else []),
-        "Several processes", "Evaluation and film", "Checkpoint and resume", "Logging and progress", "Checking the command line", "Main",
+        "Several processes", "Evaluation and film", "Checkpoint and resume", "Logging and progress",
+        "Checking the command line", "Main",
     ]  # fmt: skip
 
 
