@@ -1063,6 +1063,8 @@ def draw(rows: list[dict], args: Args, path: Path) -> None:
         steps, scores = zip(*returns)
         smooth = [np.mean(scores[max(0, i - 19) : i + 1]) for i in range(len(scores))]
         right = time_axis.twinx()
+        time_axis.set_zorder(1)  # so that its legend covers the dots
+        time_axis.patch.set_visible(False)
         right.plot(steps, smooth, color="black", linestyle=":", label="return")
         right.set_ylabel("raw score, mean of 20 (dotted)")
 
@@ -1100,7 +1102,7 @@ def draw(rows: list[dict], args: Args, path: Path) -> None:
     for axis in (time_axis, batch_axis, noise_axis, twin_axis):
         axis.grid(alpha=0.3)
         if axis.get_legend_handles_labels()[0]:
-            axis.legend(frameon=False, fontsize=8)
+            axis.legend(framealpha=0.8, edgecolor="none", fontsize=8)
     last = int(rows[-1]["global_step"])
     figure.suptitle(f"{args.env_id}, {args.network} network, seed {args.seed}, {last:,} steps, {N} environments x "
                     f"{args.num_steps} steps, {args.num_minibatches} minibatches\n"
