@@ -474,10 +474,10 @@ def draw(source: Path) -> None:
         for axis in (above, below):
             axis.set(xscale="log", yscale="log")
             axis.grid(alpha=0.3)
+            axis.margins(x=0.15, y=0.2)
         below.set_xlabel(title)
         below.set_xticks(x, [f"{value:.3g}" for value in x])
         below.minorticks_off()
-        above.margins(x=0.15, y=0.2)
     for axis, label in zip(axes[:, 0], ("iteration [s], and steps/s", "peak memory [MiB]")):
         axis.set_ylabel(label)
         axis.legend(frameon=False, fontsize=7.5, loc="lower right")
@@ -486,8 +486,10 @@ def draw(source: Path) -> None:
 
 def read_sps(text: str) -> float:
     """The last number in a program's output that looks like steps per second: "SPS: 471", "1,471.2 steps/s", ..."""
-    number, unit = r"(\d[\d,_]*\.?\d*(?:e[+-]?\d+)?)", r"\b(?:SPS|steps(?:/|_per_| per )s(?:ec(?:onds?)?)?)\b"
-    found = re.findall(rf"(?i){number} ?{unit}|{unit}[^\w\n]{{0,5}}{number}", text)
+    number, unit = r"(\d(?:[\d,_]*\d)?(?:\.\d+)?(?:e[+-]?\d+)?)", r"steps(?:/|_per_| per )s(?:ec(?:onds?)?)?\b"
+    forms = (rf"\bSPS[^\w\n,]{{1,5}}{number}", rf"{number} ?SPS\b(?![^\w\n,]{{1,5}}\d)", rf"{number} ?{unit}",
+             rf"\b{unit}[\"']? *[:=|] *{number}")  # fmt: skip
+    found = re.findall("(?i)" + "|".join(forms), text)
     if not found:
         sys.exit("the other script has not printed its steps per second, such as SPS: 471, but\n" + text[-2000:])
     return float("".join(found[-1]).replace(",", "").replace("_", ""))
@@ -520,7 +522,9 @@ def pair(
         mine = our_sps(ours)
         other = subprocess.run(shlex.split(against), text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
         found = {"ours": mine, "theirs": read_sps(other.stdout)}
-        results.append(found | {"ratio": mine / found["theirs"], **facts(torch.cuda.is_available())})
+        results.append(
+            found | {"ratio": mine / found["theirs"], "machine": facts(torch.cuda.is_available())["machine"]}
+        )
         print("ours {ours:,.1f} steps/s, theirs {theirs:,.1f}, ratio {ratio:.2f}".format(**results[-1]), flush=True)
     print("ratio, median (lowest to highest): " + spread(results, "ratio", ".2f"))
     write(out, results)
