@@ -154,6 +154,10 @@ class Args:
     """seed of everything random: network, exploration, shuffling, environments"""
     cuda: bool = True
     """use a GPU where there is one"""
+    compile: bool = False
+    """compile the network, once for acting and once for learning; for GPUs: on a CPU it is slower"""
+    bf16: bool = False
+    """the network's features in bfloat16, its Q values and all else in float32; for processors made for it"""
     torch_threads: int = 0
     """torch's CPU threads; 0 leaves torch's own choice"""
     eval_episodes: int = 100
@@ -279,8 +283,9 @@ class QNetwork(nn.Module):
     behind the hidden layer. LayerNorm before every ReLU (over C x H x W on the maps) takes the target network's place.
     """
 
-    def __init__(self, num_actions: int, network: Literal["base", "large", "xlarge"] = "base"):
+    def __init__(self, num_actions: int, network: Literal["base", "large", "xlarge"] = "base", bf16: bool = False):
         super().__init__()
+        self.bf16 = bf16
         c1, c2, c3 = (32, 64, 64) if network == "base" else (64, 128, 128)
         self.features = nn.Sequential(
             orthogonal(nn.Conv2d(4, c1, 8, stride=4)), nn.LayerNorm([c1, 20, 20]), nn.ReLU(),
@@ -297,7 +302,9 @@ class QNetwork(nn.Module):
 
     def forward(self, obs):
         obs = obs.to(memory_format=torch.channels_last) / 255.0
-        return self.q_values(self.trunk(self.features(obs)))
+        with torch.autocast(obs.device.type, torch.bfloat16, enabled=self.bf16):
+            features = self.trunk(self.features(obs))
+        return self.q_values(features.float())  # 8 bits of bfloat16 would tell too few actions apart
 
 
 # ======================================================================================================================
@@ -424,9 +431,13 @@ def train(args: Args) -> dict:
         envs = make_envs(args, seeds[RANK * N : (RANK + 1) * N])
     with contextlib.closing(envs), SilentLog() if RANK else RunLog(args, saved) as log:
         num_actions = int(envs.action_space.n)
-        q_network = QNetwork(num_actions, args.network).to(device)
+        q_network = QNetwork(num_actions, args.network, args.bf16).to(device)
         # foreach: at minibatches of 32, the CPU's default loop over parameters takes as long as the gradient itself.
         optimizer = torch.optim.RAdam(q_network.parameters(), lr=args.learning_rate, foreach=True)
+        act = learn = q_network
+        if args.compile:  # two graphs, however the batch grows: for N observations, and for a minibatch of any size
+            act = torch.compile(q_network, dynamic=False, mode="reduce-overhead")
+            learn = torch.compile(q_network, dynamic=True)
 
         # Storage, allocated once at the longest rollout. What the network reads lives on its device, what the
         # environments write on the host. Row T of obs and values is the observation that the last step returned.
@@ -459,7 +470,7 @@ def train(args: Args) -> dict:
             for t in range(T):
                 epsilon = epsilon_at(global_step, args.start_e, args.end_e, decay_steps)
                 with torch.no_grad():
-                    values[t], greedy[t] = q_network(obs[t]).max(dim=1)
+                    values[t], greedy[t] = act(obs[t]).max(dim=1)
                 explore = torch.rand(N, generator=rng, device=device) < epsilon
                 random_actions = torch.randint(num_actions, (N,), generator=rng, device=device)
                 actions[t] = torch.where(explore, random_actions, greedy[t])
@@ -477,7 +488,7 @@ def train(args: Args) -> dict:
 
             # 2 targets: once per rollout; V_{t+1} is in place already, but for the last row
             with torch.no_grad():
-                values[T] = q_network(obs[T]).max(dim=1).values
+                values[T] = act(obs[T]).max(dim=1).values
             targets = q_lambda_targets(
                 *(x[:T].to(device) for x in (rewards, values[1:], terminal, truncated)), args.gamma, args.q_lambda
             )
@@ -488,7 +499,7 @@ def train(args: Args) -> dict:
             epochs = update_epochs_for(T, args.update_epochs, args.base_num_steps)
             loss_sum, q_sum = torch.zeros(2, device=device)  # stay there: the loop reads nothing back from the device
             for rows in minibatches(T * N, epochs, args.num_minibatches, rng):
-                q_values = q_network(flat_obs[rows])
+                q_values = learn(flat_obs[rows])
                 valid_rows = valid[rows]
                 loss, mean_q = td_loss(q_values, flat_actions[rows], flat_targets[rows], valid_rows)
                 optimizer.zero_grad()
@@ -900,7 +911,7 @@ def evaluate_saved(args) -> dict:
     """Evaluates the model in `args.evaluate` without training; eval.json and film go into a directory of their own."""
     path, saved = load_saved("evaluate", args.evaluate)
     device = set_up_torch(args)
-    q_network = QNetwork(saved["num_actions"], args.network).to(device)
+    q_network = QNetwork(saved["num_actions"], args.network, args.bf16).to(device)
     load_network(q_network, saved)
     run_dir = new_run_dir(args, "evaluation")
     say(f"{path}: {args.env_id}, {args.network} network, {saved['global_step']:,} steps of training\n"
@@ -1351,14 +1362,14 @@ LIMITS = (  # (flags, what is allowed, test); flags that a script lacks are pass
 
 # Flags that are taken from the saved run, and flags that may differ from it (with --resume all others are taken).
 TAKEN = {
-    "evaluate": "env_id network seed episodic_life repeat_action_probability full_action_space",
+    "evaluate": "env_id network bf16 seed episodic_life repeat_action_probability full_action_space",
     "checkpoint": "env_id network seed total_timesteps learning_rate num_envs num_steps num_minibatches update_epochs "
     "gamma q_lambda start_e end_e exploration_fraction max_grad_norm episodic_life reward_clip "
-    "repeat_action_probability full_action_space",
+    "repeat_action_probability full_action_space bf16",
 }
 FREE = {
     "resume": "resume total_timesteps checkpoint_interval eval_episodes eval_epsilon capture_video track cuda "
-    "env_threads torch_threads",
+    "compile env_threads torch_threads",
     "evaluate": "evaluate eval_episodes eval_epsilon capture_video cuda env_threads torch_threads seed runs_dir "
     "episodic_life repeat_action_probability",
     "checkpoint": "checkpoint num_steps num_envs num_minibatches update_epochs learning_rate seed runs_dir cuda "
@@ -1409,9 +1420,9 @@ def parse_args(argv: list[str] | None):
         refuse(f"--resume {path}: made by {script}.py; go on with python {script}.py")
     if option == "checkpoint":
         taken -= {"num_steps"} - saved["args"].keys()  # an adaptive run has none
-    if not taken <= saved["args"].keys() or (option == "resume" and saved["args"].keys() != known):
+    if not {"env_id", "network"} <= saved["args"].keys() or (option == "resume" and not saved["args"].keys() <= known):
         refuse(f"{flag(option)} {path}: made by another version of {script}.py, with other flags")
-    run = {name: saved["args"][name] for name in taken}
+    run = {name: saved["args"][name] for name in taken & saved["args"].keys()}  # newer flags: at their defaults
     if option == "resume":
         run |= {"resume": "", "runs_dir": str(resumed_dir(args.resume).parent)}
     run = Args(**run)

@@ -10,8 +10,9 @@ table    steps per second of both scripts, against the bound 1 / (1/e + 1/f + E/
          network's forward pass on N observations and t its forward and backward pass on a minibatch [obs/s], E the
          epochs. Learning has more to do than t (loss, clipping, RAdam), so nothing can exceed the bound, but for drift
          of the machine. Against drift all runs of a setting stand side by side, each in a process of its own, and take
-         turns: one iteration of training while the others wait, and at once, in the same process, its parts. With
-         --cuda also with the scripts' switches for GPUs turned on, as far as they have them, in under 8 minutes.
+         turns: one iteration of training while the others wait, and at once, in the same process, its parts. The
+         first setting also with divergence measured in every iteration, and with --bf16. With --cuda also every setting
+         with --compile, and with both, in under 8 minutes.
 memory   peak memory against that of the same script with its frames kept as float32.
 grow     time and memory against N, T and size of the network; a picture goes beside the JSON, and `draw` renews it.
 pair     ours and another script in turn, A B A B: any command that prints its steps per second, such as "SPS: 471".
@@ -33,7 +34,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 from unittest import mock
@@ -46,7 +47,7 @@ import tyro
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 FIXED, ADAPTIVE = "pqn_fixed_atari", "pqn_abs_atari"
-SWITCHES = ("compile", "bf16")  # of the scripts, for GPUs; those that they have are turned on one after the other
+SWITCHES = ["compile", "bf16"]  # turned on one after the other
 PROTOCOL = 20_000_000  # steps
 BLUE, RED = "#0072B2", "#D55E00"  # Okabe and Ito
 
@@ -95,25 +96,24 @@ class Parts:
         self.envs = script.make_envs(args, script.environment_seeds(args.seed, self.num_envs, "probe"))
         self.envs.reset()
         self.num_actions, device = int(self.envs.action_space.n), "cuda" if cuda else "cpu"
-        self.q_network = script.QNetwork(self.num_actions, args.network).to(device)
-        if getattr(args, "compile", False):
-            self.q_network.compile()
-        self.precision = lambda: torch.autocast(device, torch.bfloat16, enabled=getattr(args, "bf16", False))
+        self.q_network = script.QNetwork(self.num_actions, args.network, args.bf16).to(device)
+        self.act = self.learn = self.q_network
+        if args.compile:
+            self.act = torch.compile(self.q_network, dynamic=False, mode="reduce-overhead")
+            self.learn = torch.compile(self.q_network, dynamic=True)
         self.obs = torch.randint(0, 256, (max(rows, self.num_envs), 4, 84, 84), dtype=torch.uint8, device=device)
 
     def step(self) -> None:
         self.envs.step(self.random.integers(self.num_actions, size=self.num_envs))
 
     def forward(self) -> None:
-        with torch.no_grad(), self.precision():
-            self.q_network(self.obs[: self.num_envs])
+        with torch.no_grad():
+            self.act(self.obs[: self.num_envs])
         clock(self.cuda)  # in training, too, the environments wait for it
 
     def forward_backward(self) -> None:
         self.q_network.zero_grad()
-        with self.precision():
-            loss = self.q_network(self.obs[: self.rows]).float().square().mean()
-        loss.backward()
+        self.learn(self.obs[: self.rows]).square().mean().backward()
 
     def measure(self, seconds: float) -> dict:
         return {
@@ -224,12 +224,6 @@ def serve(job: str) -> None:
 # --- The process that asks
 
 
-def switches_of(script: str) -> list[str]:
-    """Those of SWITCHES that the script has by now."""
-    known = {field.name for field in fields(importlib.import_module(script).Args)}
-    return [name for name in SWITCHES if name in known]
-
-
 def job_for(script, setting: str, common: Common, on=(), interval=50, seconds=0.0, warm_up=3, float32=False) -> dict:
     """The job for `follow`. setting: "N,T,minibatches,epochs,network"; the adaptive script is held at that T and E."""
     n, length, num_minibatches, epochs = map(int, setting.split(",")[:4])
@@ -239,7 +233,7 @@ def job_for(script, setting: str, common: Common, on=(), interval=50, seconds=0.
     flags = {"env_id": common.env_id, "network": setting.split(",")[4], "num_envs": n, **lengths, "eval_episodes": 0,
              "num_minibatches": num_minibatches, "update_epochs": epochs, "divergence_interval": interval,
              "total_timesteps": PROTOCOL, "cuda": common.cuda, "torch_threads": common.torch_threads,
-             "env_threads": common.env_threads, **{name: name in on for name in switches_of(script)}}  # fmt: skip
+             "env_threads": common.env_threads, **{name: name in on for name in SWITCHES}}  # fmt: skip
     return {"script": script, "flags": flags, "seconds": seconds, "warm_up": warm_up, "float32": float32}
 
 
@@ -366,14 +360,16 @@ def table(
     """
     seconds = seconds or (0.3 if common.cuda else 1.0)
     begin, limit = time.monotonic(), 60 * (minutes or (7.0 if common.cuda else math.inf))
-    switches, results, longest = switches_of(FIXED) if common.cuda else [], [], 0.0
-    arms = [(script, switches[:count], 50) for count in range(len(switches) + 1) for script in (FIXED, ADAPTIVE)]
+    results, longest = [], 0.0
+    switches = [[], ["compile"], SWITCHES] if common.cuda else [[]]
+    arms = [(script, on, 50) for on in switches for script in (FIXED, ADAPTIVE)]
+    first = [(ADAPTIVE, [], 1)] if common.cuda else [(ADAPTIVE, [], 1), (FIXED, ["bf16"], 50)]
     for number, setting in enumerate(settings):
         elapsed = time.monotonic() - begin
         if elapsed + longest > limit:
             print(f"no time is left for {setting}", file=sys.stderr)
             continue
-        chosen = arms if number else [*arms, (ADAPTIVE, [], 1)]
+        chosen = arms if number else [*arms, *first]
         print(f"{setting}: {len(chosen)} runs side by side ...", file=sys.stderr, flush=True)
         jobs = [job_for(script, setting, common, on, interval, seconds) for script, on, interval in chosen]
         deadline = begin + elapsed + (limit - elapsed) / (len(settings) - number)

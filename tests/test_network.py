@@ -231,3 +231,26 @@ def test_greedy_actions_record_no_gradient(script):
     q_network = Watched()
     script.greedy_actions(q_network, observations(5))
     assert q_network.recorded and not any(q_network.recorded)
+
+
+# ---- bf16 ----
+
+
+@pytest.mark.parametrize("network", ["base", "large"])
+def test_bf16_keeps_q_and_gradients_in_float32(script, network):
+    """Features within bfloat16's two to three digits of float32's; the weights themselves are float32's."""
+    torch.manual_seed(0)
+    exact = script.QNetwork(4, network)
+    rough = script.QNetwork(4, network, bf16=True)
+    rough.load_state_dict(exact.state_dict())
+    obs = observations(32)
+    seen = []
+    rough.q_values.register_forward_pre_hook(lambda layer, inputs: seen.append(inputs[0].dtype))
+    rough.trunk.register_forward_hook(lambda layer, inputs, output: seen.append(output.dtype))
+    ours, theirs = rough(obs), exact(obs)
+    assert ours.dtype == torch.float32 and torch.bfloat16 in seen and seen[-1] == torch.float32
+    spread = theirs.std()
+    assert 0 < (ours - theirs).abs().max() < 0.2 * spread
+    ours.square().mean().backward()
+    assert {parameter.grad.dtype for parameter in rough.parameters()} == {torch.float32}
+    assert all(parameter.grad.isfinite().all() for parameter in rough.parameters())

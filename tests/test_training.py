@@ -593,3 +593,48 @@ def test_what_train_returns(script, run):
         assert json.load(file)["mean"] == result["eval_return"]
     without = run(script, CueGame, *length_flags(script, 16), "--total-timesteps", "32")
     assert math.isnan(without["eval_return"]) and math.isnan(without["episodic_return"])
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# --compile and --bf16
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_compiled_graphs_are_few_and_compute_the_same(abs_script, run, monkeypatch):
+    """Two graphs and no more while T goes through a dozen values (traced, but not translated to machine code)."""
+    compile_model, graphs = torch.compile, []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    def traced(model, *, dynamic, mode=None):
+        return compile_model(model, backend=backend, dynamic=dynamic)
+
+    monkeypatch.setattr(torch, "compile", traced)
+    flags = "--num-steps-min 8 --num-steps-max 24 --base-num-steps 8 --divergence-interval 1 --divergence-warmup 1"
+    flags = [*flags.split(), "--batch-ema", "0.8", "--total-timesteps", "1_000", "--eval-episodes", "2"]
+    compiled = run(abs_script, Catch, *flags, "--compile")
+    plain = run(abs_script, Catch, *flags)
+    rows = metrics(compiled["run_dir"])
+    assert len({row["abs/rollout_length"] for row in rows}) > 4
+    assert 2 <= len(graphs) <= 3
+    assert rows == metrics(plain["run_dir"]) and compiled["eval_return"] == plain["eval_return"]
+
+
+def test_bf16_is_another_computation(script, run):
+    """And what is saved, and evaluated from the file, is of that computation."""
+    flags = [*length_flags(script, 8), "--total-timesteps", "64"]
+    rough, exact = (run(script, CueGame, *flags, *more) for more in (["--bf16"], []))
+    ours, theirs = (metrics(result["run_dir"]) for result in (rough, exact))
+    assert ours[0]["losses/q_values"] != theirs[0]["losses/q_values"]
+    assert float(ours[0]["losses/q_values"]) == pytest.approx(float(theirs[0]["losses/q_values"]), abs=0.1)
+    built = []
+    build = script.QNetwork
+    script_main = script.main
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(script, "QNetwork", lambda *args: built.append(build(*args)) or built[-1])
+        patch.setattr(envpool, "make", fake_make(CueGame))
+        script_main(["--evaluate", rough["run_dir"], "--eval-episodes", "2", "--runs-dir", f"{rough['run_dir']}/eval"])
+    assert built[0].bf16
