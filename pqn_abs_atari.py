@@ -263,7 +263,7 @@ class ResidualTrunk(nn.Module):
         super().__init__()
         self.blocks = nn.ModuleList(
             nn.Sequential(
-                orthogonal(nn.Linear(width, width)), nn.LayerNorm(width), nn.ReLU(),
+                orthogonal(nn.Linear(width, width)), nn.LayerNorm(width), nn.ReLU(inplace=True),
                 orthogonal(nn.Linear(width, width)), nn.LayerNorm(width),
             )
             for _ in range(num_blocks)
@@ -288,13 +288,13 @@ class QNetwork(nn.Module):
         self.bf16 = bf16
         c1, c2, c3 = (32, 64, 64) if network == "base" else (64, 128, 128)
         self.features = nn.Sequential(
-            orthogonal(nn.Conv2d(4, c1, 8, stride=4)), nn.LayerNorm([c1, 20, 20]), nn.ReLU(),
-            orthogonal(nn.Conv2d(c1, c2, 4, stride=2)), nn.LayerNorm([c2, 9, 9]), nn.ReLU(),
-            orthogonal(nn.Conv2d(c2, c3, 3, stride=1)), nn.LayerNorm([c3, 7, 7]), nn.ReLU(),
+            orthogonal(nn.Conv2d(4, c1, 8, stride=4)), nn.LayerNorm([c1, 20, 20]), nn.ReLU(inplace=True),
+            orthogonal(nn.Conv2d(c1, c2, 4, stride=2)), nn.LayerNorm([c2, 9, 9]), nn.ReLU(inplace=True),
+            orthogonal(nn.Conv2d(c2, c3, 3, stride=1)), nn.LayerNorm([c3, 7, 7]), nn.ReLU(inplace=True),
             nn.Flatten(),
             orthogonal(nn.Linear(c3 * 7 * 7, 512)), nn.LayerNorm(512),
         )  # fmt: skip
-        self.trunk = nn.ReLU() if network == "base" else ResidualTrunk({"large": 5, "xlarge": 10}[network])
+        self.trunk = nn.ReLU(inplace=True) if network == "base" else ResidualTrunk({"large": 5, "xlarge": 10}[network])
         # DEVIATION: no LayerNorm on the Q outputs, which the release has in its larger networks: outputs of fixed mean
         # and spread cannot say that all actions are equally good, nor how good the state is.
         self.q_values = orthogonal(nn.Linear(512, num_actions))

@@ -5,6 +5,7 @@
     python benchmark/speed.py memory --out benchmark/results/memory_float32.json
     python benchmark/speed.py grow --out benchmark/results/grow.json
     python benchmark/speed.py pair --against "python other.py --flags" --ours "pqn_fixed_atari.py --flags"
+    python benchmark/speed.py learning --out benchmark/results/learning_bf16.json
 
 table    steps per second of both scripts, against the bound 1 / (1/e + 1/f + E/t): e is raw envpool [steps/s], f the
          network's forward pass on N observations and t its forward and backward pass on a minibatch [obs/s], E the
@@ -16,12 +17,14 @@ table    steps per second of both scripts, against the bound 1 / (1/e + 1/f + E/
 memory   peak memory against that of the same script with its frames kept as float32.
 grow     time and memory against N, T and size of the network; a picture goes beside the JSON, and `draw` renews it.
 pair     ours and another script in turn, A B A B: any command that prints its steps per second, such as "SPS: 471".
+learning what --bf16, which changes the arithmetic, does to learning on Catch.
 
-All but `memory` need a machine that does nothing else.
+All but `memory` and `learning` need a machine that does nothing else.
 """
 
 import contextlib
 import importlib
+import itertools
 import json
 import math
 import os
@@ -526,9 +529,42 @@ def pair(
     write(out, results)
 
 
+# --- learning
+
+
+def learning(seeds: tuple[int, ...] = (1, 2, 3), torch_threads: int = 1, out: Path | None = None) -> None:
+    """What a lever that changes the arithmetic does to learning: both scripts on Catch, with and without --bf16.
+
+    Args:
+        seeds: of the runs
+        torch_threads: torch's CPU threads; 0 leaves torch's own choice
+        out: JSON to write
+    """
+    sys.path.insert(0, str(ROOT / "tests"))
+    from fake_envpool import Catch, fake_make
+
+    flags = {"num_envs": 8, "gamma": 0.9, "total_timesteps": 10_000, "divergence_interval": 2, "eval_episodes": 50}
+    results = []
+    print(f"| script | lever | seed | greedy return, best {Catch.best_return} | divergence, mean of the last 20 |")
+    print("|" + "---|" * 5)
+    for name, seed, bf16 in itertools.product((FIXED, ADAPTIVE), seeds, (False, True)):
+        script = importlib.import_module(name)
+        with tempfile.TemporaryDirectory() as directory, mock.patch.object(envpool, "make", fake_make(Catch)):
+            args = script.Args(**flags, seed=seed, bf16=bf16, torch_threads=torch_threads, runs_dir=directory)
+            result = script.train(args)
+            (metrics,) = Path(directory).glob("*/metrics.csv")
+            names, *_, last = (line.split(",") for line in metrics.read_text().splitlines())
+        found = {"script": name, "seed": seed, "bf16": bf16, "eval_return": result["eval_return"],
+                 "divergence_mean": float(last[names.index("abs/divergence_mean")])}  # fmt: skip
+        results.append(found | {"machine": facts(False)["machine"]})
+        print("| {script} | {lever} | {seed} | {eval_return:.2f} | {divergence_mean:.2f} |".format(
+            lever="--bf16" if bf16 else "none", **found), flush=True)  # fmt: skip
+    write(out, results)
+
+
 if __name__ == "__main__":
     if sys.argv[1:2] == ["serve"]:
         serve(sys.argv[2])
     else:
         with contextlib.suppress(KeyboardInterrupt):
-            tyro.extras.subcommand_cli_from_dict({f.__name__: f for f in (table, memory, grow, draw, pair)})
+            tyro.extras.subcommand_cli_from_dict({f.__name__: f for f in (table, memory, grow, draw, pair, learning)})
