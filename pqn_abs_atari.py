@@ -155,7 +155,7 @@ class Args:
     cuda: bool = True
     """use a GPU where there is one"""
     compile: bool = False
-    """compile the network, once for acting and once for learning; for GPUs: on a CPU it is slower"""
+    """compile the network, once for acting and once for learning; for GPUs: a CPU gains nothing by it"""
     bf16: bool = False
     """the network's features in bfloat16, its Q values and all else in float32; for processors made for it"""
     torch_threads: int = 0

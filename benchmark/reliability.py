@@ -3,11 +3,13 @@
     python benchmark/reliability.py kills --out benchmark/results/reliability/kills.json
     python benchmark/reliability.py memory --out benchmark/results/reliability/memory.csv
     python benchmark/reliability.py referee --out benchmark/results/reliability/referee.json
+    python benchmark/reliability.py openings --out benchmark/results/reliability/openings.json
 
 kills    100 times: start or resume a run of Pong, SIGKILL it at a random moment or in the middle of a write, and see
          what it has left. Some 20 minutes.
 memory   resident memory of one training run over two hours, from minute ten on; `steadiness` is its second half alone.
 referee  whole games of several titles, played by an untrained network and at random, replayed in ale-py's own emulator.
+openings the first 200 steps of every title that envpool has, eight times each, replayed in the same way.
 
 Each prints what it finds, and ends with an error where something is not as it should be. Run from the repository root.
 """
@@ -236,7 +238,43 @@ def referee(
     assert mismatches == 0
 
 
+def openings(num_envs: int = 8, steps: int = 200, out: Path | None = None) -> None:
+    """Replay the beginning of every Atari game that envpool has, as `referee` does whole games of a few.
+
+    Args:
+        num_envs: games of each title, played at random, each with a seed and no-ops of its own
+        steps: of each
+        out: JSON to write
+    """
+    registry = pqn_fixed_atari.envpool.registration.registry.specs
+    titles = sorted(name for name, (module, *_) in registry.items() if module == "envpool.atari")
+    random_actions, begun, mismatches = np.random.default_rng(0), 0, {}
+    for env_id in titles:
+        args = pqn_fixed_atari.Args(env_id=env_id)
+        seeds = pqn_fixed_atari.environment_seeds(0, num_envs, "evaluation")
+        with contextlib.closing(pqn_fixed_atari.make_envs(args, seeds)) as envs:
+            num_actions, (_, info) = int(envs.action_space.n), envs.reset()
+            emulators = [pqn_fixed_atari.Emulator(envs.spec.config.task, False) for _ in seeds]
+            done, rows = np.zeros(num_envs, dtype=bool), [(0, True, 0.0, ram, False) for ram in info["ram"]]
+            try:
+                for _ in range(steps):
+                    for emulator, row in zip(emulators, rows):
+                        emulator.follow(*row)
+                        begun += bool(row[1])
+                    actions = random_actions.integers(num_actions, size=num_envs)
+                    _, _, terminated, cut, info = envs.step(actions)
+                    ended = info["terminated"].astype(bool) | cut
+                    rows = list(zip(actions, done, info["reward"], info["ram"], ended))
+                    done = terminated | cut
+            except pqn_fixed_atari.ReplayError as error:
+                mismatches[env_id] = str(error)
+        print(f"{env_id}: {mismatches.get(env_id, 'equal')}", file=sys.stderr, flush=True)
+    write(out, {"titles": len(titles), "games_of_each": num_envs, "steps_of_each": steps,
+                "openings": begun, "mismatches": mismatches})  # fmt: skip
+    assert not mismatches
+
+
 if __name__ == "__main__":
     tyro.extras.subcommand_cli_from_dict(
-        {"kills": kills, "memory": memory, "steadiness": steadiness, "referee": referee}
+        {"kills": kills, "memory": memory, "steadiness": steadiness, "referee": referee, "openings": openings}
     )
