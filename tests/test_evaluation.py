@@ -291,6 +291,25 @@ def test_the_referee_follows_from_game_to_game(abs_script):
     assert ends.count(True) >= 3
 
 
+@pytest.mark.parametrize(("game", "seed"), [("Qbert-v5", 1), ("Klax-v5", 0)])
+def test_openings_that_ram_does_not_tell_apart(abs_script, game, seed):
+    """Qbert has begun without FIRE here; in Klax several openings have one RAM, and part ways later."""
+    seeds = abs_script.environment_seeds(seed, 1, "evaluation")
+    with contextlib.closing(abs_script.make_envs(abs_script.Args(env_id=game), seeds)) as envs:
+        emulator = abs_script.Emulator(envs.spec.config.task, False)
+        ram = envs.reset()[1]["ram"][0]
+        assert len(abs_script.Emulator(envs.spec.config.task, False).find_openings(ram)) > 1
+        emulator.follow(0, True, 0.0, ram, False)
+        random = np.random.default_rng(seed)
+        for _ in range(30):
+            action = int(random.integers(len(emulator.buttons)))
+            _, _, _, _, info = envs.step(np.array([action]))
+            emulator.follow(action, False, info["reward"][0], info["ram"][0], False)
+        assert emulator.steps == 30
+        with pytest.raises(abs_script.ReplayError, match="their RAM at step 31"):
+            emulator.follow(0, False, 0.0, info["ram"][0] ^ 1, False)
+
+
 def test_the_film(abs_script, recorded, tmp_path, capsys):
     """A colour GIF, one frame a row at the game's speed; the picture is the emulator's, under a line of text."""
     recording, first, rom = recorded("Breakout")
