@@ -7,7 +7,6 @@ import csv
 
 import envpool
 import pytest
-import torch
 from fake_envpool import Catch, CueGame, fake_make
 
 pytestmark = pytest.mark.slow
@@ -19,8 +18,7 @@ def learn(script, monkeypatch, tmp_path):
 
     def learn(game, flags):
         monkeypatch.setattr(envpool, "make", fake_make(game))
-        torch.set_num_threads(2)
-        result = script.main([*flags.split(), "--runs-dir", str(tmp_path), "--torch-threads", "2"])
+        result = script.main([*flags.split(), "--runs-dir", str(tmp_path), "--torch-threads", "1"])
         with open(f"{result['run_dir']}/metrics.csv", newline="") as file:
             return result, list(csv.DictReader(file))
 
