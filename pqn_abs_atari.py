@@ -370,8 +370,8 @@ def td_loss(q_values, actions, targets, valid):
 
 @torch.no_grad()
 def greedy_actions(q_network: nn.Module, obs):
-    """argmax_a Q(s, a) of M states: (M, 4, 84, 84) uint8 -> (M,) int64. In parts: 2048 at once take 1.4 GB."""
-    return torch.cat([q_network(part).argmax(dim=1) for part in obs.split(256)])
+    """argmax_a Q(s, a) of M states: (M, 4, 84, 84) uint8 -> (M,) int64."""
+    return q_network(obs).argmax(dim=1)
 
 
 def behavioral_divergence(actions_before, actions_after) -> float:
@@ -523,7 +523,9 @@ def train(args: Args) -> dict:
                 states = states[torch.randperm(len(states), generator=measuring_rng, device=device)]
                 states = states[: args.divergence_states // NUM_RANKS]  # (M,) rows, without replacement
                 actions_before = greedy[:T].flatten()[states]  # of phase 1: the parameters were the same
-                delta = behavioral_divergence(actions_before, greedy_actions(q_network, flat_obs[states]))
+                # As many at a time as there: all at once would take 1.4 GB.
+                actions_after = torch.cat([greedy_actions(q_network, flat_obs[part]) for part in states.split(N)])
+                delta = behavioral_divergence(actions_before, actions_after)
                 divergences.append(mean_over_ranks(delta, len(states), device))
             divergence_mean = sum(divergences) / len(divergences) if divergences else None
             if measure and len(divergences) >= args.divergence_warmup:
@@ -968,11 +970,15 @@ def replace_file(path: Path, content, previous: Path | None = None) -> None:
     os.close(directory)
 
 
+SAVING = io.BytesIO()  # one for all, so that saving takes no new memory; on a full disk torch.save to a file is unclear
+
+
 def save_file(path: Path, content: dict, previous: Path | None = None) -> None:
     """torch.save by way of `replace_file`; torch.load(path, weights_only=True) reads it."""
-    file = io.BytesIO()  # on a full disk torch.save itself says RuntimeError, "unexpected pos"
-    torch.save(content, file)
-    replace_file(path, file.getbuffer(), previous)
+    SAVING.seek(0)
+    torch.save(content, SAVING)
+    with SAVING.getbuffer()[: SAVING.tell()] as written:
+        replace_file(path, written, previous)
 
 
 def snapshot(q_network: nn.Module, optimizer: torch.optim.Optimizer, *generators: torch.Generator) -> dict:

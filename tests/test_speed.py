@@ -214,11 +214,9 @@ def test_a_float32_comparison_of_equals_is_noticed():
         torch.zeros(3)
 
 
-def test_switches_are_turned_on_as_far_as_the_scripts_have_them(monkeypatch):
-    monkeypatch.setattr(speed, "SWITCHES", ("no_such_switch", "track"))
-    assert speed.switches_of(FIXED) == ["track"]
-    flags = [speed.job_for(FIXED, "2,8,2,1,base", COMMON, on)["flags"] for on in ([], ["track"])]
-    assert [given["track"] for given in flags] == [False, True] and "no_such_switch" not in flags[0]
+def test_switches_are_turned_on_in_the_job():
+    flags = [speed.job_for(FIXED, "2,8,2,1,base", COMMON, on)["flags"] for on in ([], ["bf16"], ["compile", "bf16"])]
+    assert [(given["compile"], given["bf16"]) for given in flags] == [(False, False), (False, True), (True, True)]
 
 
 @pytest.fixture
@@ -244,10 +242,11 @@ def test_the_scripts_take_turns(turns, capsys, tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["speed.py", "table"])
     out = tmp_path / "speed.json"
     speed.table(speed.Common(out=out), settings=("2,8,2,1,base", "4,8,2,1,base"), rounds=3)
-    first, second = [(2, FIXED, 50), (2, ADAPTIVE, 50), (2, ADAPTIVE, 1)], [(4, FIXED, 50), (4, ADAPTIVE, 50)]
+    first = [(2, FIXED, 50), (2, ADAPTIVE, 50), (2, ADAPTIVE, 1), (2, FIXED, 50)]  # the last with --bf16
+    second = [(4, FIXED, 50), (4, ADAPTIVE, 50)]
     assert turns == first * 3 + second * 3
-    assert capsys.readouterr().out.count("| pqn_") == 5
-    assert [len(run["iterations"]) for run in json.loads(out.read_text())["results"]] == [3] * 5
+    assert capsys.readouterr().out.count("| pqn_") == 6
+    assert [len(run["iterations"]) for run in json.loads(out.read_text())["results"]] == [3] * 6
 
 
 def test_little_time_means_fewer_rounds_and_settings(turns, monkeypatch, capsys):
@@ -255,7 +254,7 @@ def test_little_time_means_fewer_rounds_and_settings(turns, monkeypatch, capsys)
     ticks = iter(range(0, 1000, 4))
     monkeypatch.setattr(speed.time, "monotonic", lambda: float(next(ticks)))
     speed.table(settings=("2,8,2,1,base", "4,8,2,1,base"), rounds=9, minutes=0.1)
-    assert [turn[0] for turn in turns] == [2] * 6
+    assert [turn[0] for turn in turns] == [2] * 8
     assert "no time is left for 4,8,2,1,base" in capsys.readouterr().err
 
 
