@@ -230,7 +230,7 @@ def test_flags_and_files_that_the_readme_names_exist():
     own = {"title", "out", "runs", "logdir", "help", "jobs", "hours", "flags", "against", "ours"}  # of other commands
     own |= {"nproc_per_node", "nnodes", "rdzv_backend", "rdzv_endpoint"}  # torchrun's
     own |= {"array", "gpus", "cpus_per_task", "wrap"}  # Slurm's
-    for flag in re.findall(r"(?<![\w-])--([a-z][a-z-]+)", README):
+    for flag in re.findall(r"(?<![\w-])--([a-z][a-z0-9-]+)", README):
         assert flag.replace("-", "_") in fields | switches | own, flag
     for path in re.findall(r"`((?:benchmark|tests)/[\w/.-]+|[\w-]+\.py|requirements\.txt)`", README):
         assert (ROOT / path).exists(), path
