@@ -1320,6 +1320,10 @@ class SilentLog(contextlib.nullcontext):
     def __enter__(self):
         return self
 
+    def __exit__(self, kind, error, trace):
+        if isinstance(error, SystemExit):  # torchrun ends the others by SIGTERM, often before they miss the lost one
+            say(f"rank {RANK}: stopped by {signal.Signals(error.code - 128).name}", RANK)
+
     def ignore(self, *args, **kwargs) -> None:
         pass
 
