@@ -1321,7 +1321,8 @@ class SilentLog(contextlib.nullcontext):
         return self
 
     def __exit__(self, kind, error, trace):
-        if isinstance(error, SystemExit):  # torchrun ends the others by SIGTERM, often before they miss the lost one
+        # torchrun ends the others by SIGTERM, often before they miss the lost one.
+        if isinstance(error, SystemExit) and error.code in [128 + number for number in STOPPING]:
             say(f"rank {RANK}: stopped by {signal.Signals(error.code - 128).name}", RANK)
 
     def ignore(self, *args, **kwargs) -> None:
