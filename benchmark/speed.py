@@ -17,7 +17,7 @@ table    steps per second of both scripts, against the bound 1 / (1/e + 1/f + E/
 memory   peak memory against that of the same script with its frames kept as float32.
 grow     time and memory against N, T and size of the network; a picture goes beside the JSON, and `draw` renews it.
 pair     ours and another script in turn, A B A B: any command that prints its steps per second, such as "SPS: 471".
-learning what --bf16, which changes the arithmetic, does to learning on Catch.
+learning what --bf16 and --micro-batch-size, which change the arithmetic, do to learning on Catch.
 
 All but `memory` and `learning` need a machine that does nothing else.
 """
@@ -105,6 +105,8 @@ class Parts:
             self.act = torch.compile(self.q_network, dynamic=False, mode="reduce-overhead")
             self.learn = torch.compile(self.q_network, dynamic=True)
         self.obs = torch.randint(0, 256, (max(rows, self.num_envs), 4, 84, 84), dtype=torch.uint8, device=device)
+        parts = script.micro_batches(torch.arange(rows, device=device), args.micro_batch_size)
+        self.parts = self.obs[:rows].split([len(part) for part in parts])
 
     def step(self) -> None:
         self.envs.step(self.random.integers(self.num_actions, size=self.num_envs))
@@ -116,7 +118,8 @@ class Parts:
 
     def forward_backward(self) -> None:
         self.q_network.zero_grad()
-        self.learn(self.obs[: self.rows]).square().mean().backward()
+        for part in self.parts:
+            self.learn(part).square().mean().backward()
 
     def measure(self, seconds: float) -> dict:
         return {
@@ -532,11 +535,20 @@ def pair(
 # --- learning
 
 
-def learning(seeds: tuple[int, ...] = (1, 2, 3), torch_threads: int = 1, out: Path | None = None) -> None:
-    """What a lever that changes the arithmetic does to learning: both scripts on Catch, with and without --bf16.
+LEVERS = {"none": {}, "bf16": {"bf16": True}, "micro_batch_size": {"micro_batch_size": 8}}
+
+
+def learning(
+    seeds: tuple[int, ...] = (1, 2, 3),
+    levers: tuple[str, ...] = tuple(LEVERS),
+    torch_threads: int = 1,
+    out: Path | None = None,
+) -> None:
+    """What a lever that changes the arithmetic does to learning: both scripts on Catch, without and with each lever.
 
     Args:
         seeds: of the runs
+        levers: which of none, bf16 and micro_batch_size (8 rows at once instead of all)
         torch_threads: torch's CPU threads; 0 leaves torch's own choice
         out: JSON to write
     """
@@ -547,18 +559,17 @@ def learning(seeds: tuple[int, ...] = (1, 2, 3), torch_threads: int = 1, out: Pa
     results = []
     print(f"| script | lever | seed | greedy return, best {Catch.best_return} | divergence, mean of the last 20 |")
     print("|" + "---|" * 5)
-    for name, seed, bf16 in itertools.product((FIXED, ADAPTIVE), seeds, (False, True)):
+    for name, seed, lever in itertools.product((FIXED, ADAPTIVE), seeds, levers):
         script = importlib.import_module(name)
         with tempfile.TemporaryDirectory() as directory, mock.patch.object(envpool, "make", fake_make(Catch)):
-            args = script.Args(**flags, seed=seed, bf16=bf16, torch_threads=torch_threads, runs_dir=directory)
+            args = script.Args(**flags, **LEVERS[lever], seed=seed, torch_threads=torch_threads, runs_dir=directory)
             result = script.train(args)
             (metrics,) = Path(directory).glob("*/metrics.csv")
             names, *_, last = (line.split(",") for line in metrics.read_text().splitlines())
-        found = {"script": name, "seed": seed, "bf16": bf16, "eval_return": result["eval_return"],
+        found = {"script": name, "seed": seed, "lever": lever, "eval_return": result["eval_return"],
                  "divergence_mean": float(last[names.index("abs/divergence_mean")])}  # fmt: skip
         results.append(found | {"machine": facts(False)["machine"]})
-        print("| {script} | {lever} | {seed} | {eval_return:.2f} | {divergence_mean:.2f} |".format(
-            lever="--bf16" if bf16 else "none", **found), flush=True)  # fmt: skip
+        print("| {script} | {lever} | {seed} | {eval_return:.2f} | {divergence_mean:.2f} |".format(**found), flush=True)
     write(out, results)
 
 

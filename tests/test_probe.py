@@ -227,11 +227,13 @@ def test_numerator_and_denominator_are_smoothed_apart():
 # ----------------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("micro_batch_size", ["0", "3"])
 @pytest.mark.parametrize("game", [CueGame, pytest.param(Catch, marks=pytest.mark.slow)])
-def test_the_training_is_that_of_the_fixed_script_bit_for_bit(run, game):
+def test_the_training_is_that_of_the_fixed_script_bit_for_bit(run, game, micro_batch_size):
     """All that both log is equal to the last digit, and so is the network."""
-    plain = run(pqn_fixed_atari, game=game)
-    probed = run(probe, *MEASURE, game=game)
+    parts = ["--micro-batch-size", micro_batch_size]
+    plain = run(pqn_fixed_atari, *parts, game=game)
+    probed = run(probe, *parts, *MEASURE, game=game)
     assert same_parameters(model_of(plain["run_dir"]), model_of(probed["run_dir"]))
     ours, theirs = rows_of(probed["run_dir"]), rows_of(plain["run_dir"])
     shared = (ours[0].keys() & theirs[0].keys()) - {
@@ -347,11 +349,11 @@ def test_branches_learn_from_the_first_steps_and_are_compared_on_other_states(ru
         inside[0] = False
         return result
 
-    def learn_too(q_network, optimizer, rollout, epochs, num_minibatches, norm, rng):
+    def learn_too(args, q_network, optimizer, rollout, epochs, rng):
         if inside[0]:
             state = copy.deepcopy((q_network.state_dict(), optimizer.state_dict()["state"]))
-            calls.append(([x.clone() for x in rollout], epochs, num_minibatches, state))
-        return learn(q_network, optimizer, rollout, epochs, num_minibatches, norm, rng)
+            calls.append(([x.clone() for x in rollout], epochs, args.num_minibatches, state))
+        return learn(args, q_network, optimizer, rollout, epochs, rng)
 
     def collect_too(self, q_network, T, *rest):
         result = collect(self, q_network, T, *rest)

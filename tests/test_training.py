@@ -215,6 +215,7 @@ def test_epsilon_greedy_at_both_ends(script, run, rollouts, monkeypatch):
     """epsilon 0 plays the greedy action of the collecting network always; epsilon 1 each action equally often."""
     in_order(monkeypatch, script)
     flags = [*length_flags(script, 100), "--num-envs", "4", "--total-timesteps", "400", "--update-epochs", "1"]
+    flags += ["--micro-batch-size", "400"]
     run(script, CueGame, *flags, "--start-e", "1", "--end-e", "1")
     counts = torch.bincount(rollouts[0]["losses"][0][0], minlength=4)
     assert counts.sum() == 400 and (counts - 100).abs().max() < 44  # five standard deviations
@@ -283,6 +284,44 @@ def test_minibatches_hold_every_row_once_an_epoch(script, num_rows, parts):
     assert not torch.equal(epochs[0], epochs[1])
     sizes = [len(batch) for batch in batches]
     assert max(sizes) - min(sizes) <= 1 and min(sizes) > 1
+
+
+@pytest.mark.parametrize(("num_rows", "largest", "parts"), [(16, 5, 4), (16, 16, 1), (16, 99, 1), (7, 1, 7), (9, 8, 2)])
+def test_micro_batches_hold_every_row_once(script, num_rows, largest, parts):
+    rows = torch.randperm(1000)[:num_rows]
+    found = script.micro_batches(rows, largest)
+    assert torch.equal(torch.cat(found), rows)
+    sizes = [len(part) for part in found]
+    assert len(sizes) == parts and max(sizes) <= largest and max(sizes) - min(sizes) <= 1
+
+
+def test_micro_batches_by_default_on_a_cpu(script):
+    assert [len(part) for part in script.micro_batches(torch.arange(1024), 0)] == [256] * 4
+
+
+def test_the_gradient_of_a_minibatch_is_that_of_its_micro_batches(script, run, monkeypatch):
+    """Reset rows are shared out unequally over micro-batches of 1 to 3 rows, some of which have nothing else."""
+    game = [Row(1), Row(1, lives=0, terminated=True), Row(0, lives=0, terminated=True), Row(1)]
+    gradients, clip = [], torch.nn.utils.clip_grad_norm_
+
+    def clip_grad_norm_(parameters, largest):
+        parameters = list(parameters)
+        gradients[-1].append([parameter.grad.clone() for parameter in parameters])
+        return clip(parameters, largest)
+
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", clip_grad_norm_)
+    flags, logged = [*length_flags(script, 8), "--total-timesteps", "16", "--update-epochs", "1"], []
+    for size in ("0", "3", "1"):
+        gradients.append([])
+        result = run(script, ScriptedGame, *flags, "--micro-batch-size", size, scripts=[game], full_lives=3)
+        (row,) = metrics(result["run_dir"])
+        logged.append([float(row[name]) for name in ("losses/td_loss", "losses/q_values")])
+    assert len(gradients[0]) == 2  # minibatches; the second starts from parameters that the first has moved
+    assert max(values.abs().max().item() for values in gradients[0][0]) > 0.1
+    for found in gradients[1:]:
+        for minibatch, whole in zip(found, gradients[0]):
+            torch.testing.assert_close(minibatch, whole, rtol=1e-3, atol=1e-5)
+    assert logged[1:] == [pytest.approx(logged[0], rel=1e-5)] * 2
 
 
 def test_an_adapted_odd_rollout_still_splits_evenly(abs_script, run, monkeypatch):
@@ -356,10 +395,12 @@ def same_model(a, b):
     return all(torch.equal(first[name], second[name]) for name in first)
 
 
+@pytest.mark.parametrize("micro_batch_size", ["0", "9"])
 @pytest.mark.parametrize("game", [CueGame, pytest.param(Catch, marks=pytest.mark.slow)])
-def test_the_adaptive_script_held_at_32_steps_is_the_fixed_one(run, game):
+def test_the_adaptive_script_held_at_32_steps_is_the_fixed_one(run, game, micro_batch_size):
     """Bit for bit: parameters, and every metric that is not a time."""
-    flags = "--num-envs 4 --num-minibatches 4 --total-timesteps 640 --divergence-interval 2".split()
+    flags = "--num-envs 4 --num-minibatches 4 --total-timesteps 640 --divergence-interval 2 --micro-batch-size".split()
+    flags.append(micro_batch_size)
     fixed = run(importlib.import_module("pqn_fixed_atari"), game, *flags)
     held = "--num-steps-min 32 --num-steps-max 32 --divergence-warmup 1".split()
     adaptive = run(importlib.import_module("pqn_abs_atari"), game, *flags, *held)
