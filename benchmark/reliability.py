@@ -65,8 +65,8 @@ def kills(count: int = 100, script: str = "pqn_abs_atari", seed: int = 0, out: P
     """
     interval = 128  # [steps]; rollouts are 64 to 128 of them, so that a good part of the time goes into writing
     moments = random.Random(seed)
-    found = {"script": script, "kills": 0, "during_writes": 0, "unreadable": 0, "failed_resumes": 0,
-             "largest_step_back": 0, "checkpoint_interval": interval}  # fmt: skip
+    found = {"script": script, "kills": 0, "during_writes": 0, "unreadable": 0, "largest_step_back": 0,
+             "checkpoint_interval": interval}  # fmt: skip
     with tempfile.TemporaryDirectory() as directory:
         flags = ["--total-timesteps", "100000000", "--num-envs", "4", "--num-minibatches", "2", "--num-steps-max", "32",
                  "--divergence-interval", "1", "--checkpoint-interval", str(interval), "--eval-episodes", "0",
@@ -83,7 +83,6 @@ def kills(count: int = 100, script: str = "pqn_abs_atari", seed: int = 0, out: P
                     if line.startswith("run directory:"):
                         break
                 else:
-                    found["failed_resumes"] += 1
                     sys.exit("a start failed:\n" + "".join(lines))
                 if run_dir is None:
                     (run_dir,) = Path(directory).iterdir()

@@ -398,7 +398,8 @@ def gather(study: StudyFile, out: Annotated[Path | None, tyro.conf.arg(help="def
             "arm": cell.arm, "script": cell.script, "game": cell.game, "seed": cell.seed, "steps": state.step,
             "training_score": training_score(rows), "eval_mean": report.get("mean"), "eval_low": low, "eval_high": high,
             "human_normalized": report.get("human_normalized"), "distinct_games": report.get("distinct_games"),
-            "rollout_length": rows[-1].get("abs/rollout_length"), "wall_clock": rows[-1]["charts/wall_clock"],
+            "rollout_length": rows[-1].get("abs/rollout_length"),
+            "gradient_steps": rows[-1].get("charts/gradient_steps"), "wall_clock": rows[-1]["charts/wall_clock"],
         })  # fmt: skip
         name = {"arm": cell.arm, "game": cell.game, "seed": cell.seed}
         curves += [name | point for point in curve(rows, cell.args.total_timesteps)]

@@ -476,10 +476,12 @@ def test_a_curve_bins_games_by_the_step_of_their_iteration():
 def test_gather_writes_what_is_in_the_files(finished, capfd):
     """Against handmade files: one cell has no games and no interval of its evaluation, one is not finished."""
     cells = finished.cells()
-    head = "global_step,charts/games,charts/episodic_return,abs/divergence_mean,abs/rollout_length,charts/wall_clock\n"
+    head = "global_step,charts/games,charts/episodic_return,charts/gradient_steps,abs/divergence_mean," + (
+        "abs/rollout_length,charts/wall_clock\n"
+    )
     made = {
-        0: (head + "32,0,,,16,1.5\n180,3,2.0,0.25,16,2.5\n192,4,6.0,0.25,17,3.5\n", [1.0, 9.0], 0.75),
-        2: (head + "32,0,,,16,1.5\n", None, None),
+        0: (head + "32,0,,4,,16,1.5\n180,3,2.0,8,0.25,16,2.5\n192,4,6.0,12,0.25,17,3.5\n", [1.0, 9.0], 0.75),
+        2: (head + "32,0,,4,,16,1.5\n", None, None),
     }
     for index, (metrics, interval, normalized) in made.items():
         run_dir = cells[index].log.parent / "run"
@@ -499,9 +501,9 @@ def test_gather_writes_what_is_in_the_files(finished, capfd):
     ]
     assert scores == [
         "arm script game seed steps training_score eval_mean eval_low eval_high human_normalized distinct_games "
-        "rollout_length wall_clock".split(),
-        ["fixed", cells[0].script, "Pong-v5", "1", "192", "3.0", "5.0", "1.0", "9.0", "0.75", "2", "17", "3.5"],
-        ["fixed", cells[0].script, "Pong-v5", "2", "192", "", "5.0", "", "", "", "1", "16", "1.5"],
+        "rollout_length gradient_steps wall_clock".split(),
+        ["fixed", cells[0].script, "Pong-v5", "1", "192", "3.0", "5.0", "1.0", "9.0", "0.75", "2", "17", "12", "3.5"],
+        ["fixed", cells[0].script, "Pong-v5", "2", "192", "", "5.0", "", "", "", "1", "16", "4", "1.5"],
     ]
     assert curves[0] == "arm game seed global_step return games divergence_mean rollout_length".split()
     assert len(curves) == 1 + 2 * 200
