@@ -313,7 +313,7 @@ class QNetwork(nn.Module):
 
     def __init__(self, num_actions: int, network: Literal["base", "large", "xlarge"] = "base", bf16: bool = False):
         super().__init__()
-        self.bf16 = bf16
+        self.num_actions, self.bf16 = num_actions, bf16
         c1, c2, c3 = (32, 64, 64) if network == "base" else (64, 128, 128)
         self.features = nn.Sequential(
             orthogonal(nn.Conv2d(4, c1, 8, stride=4)), nn.LayerNorm([c1, 20, 20]), nn.ReLU(inplace=True),
@@ -1581,7 +1581,7 @@ def snapshot(q_network: nn.Module, optimizer: torch.optim.Optimizer, *generators
     """The state of all that learns or is random, not copied."""
     return {
         "q_network": q_network.state_dict(),
-        "num_actions": q_network.q_values.out_features,
+        "num_actions": q_network.num_actions,
         "optimizer": optimizer.state_dict(),
         "generators": [generator.get_state() for generator in generators],
         "device": generators[0].device.type,
