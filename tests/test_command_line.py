@@ -231,6 +231,7 @@ VALUES = {
     "--repeat-action-probability": (["0", "0.25"], SHARES),
     "--env-threads": (["0", "3"], ["-1", "1025", "0.5", *WORDS]),
     "--torch-threads": (["0", "3"], ["-1", "1025", "0.5", *WORDS]),
+    "--micro-batch-size": (["0", "256"], ["-1", "0.5", "1e13", *WORDS]),
     "--seed": (["0", "4294967295"], ["-1", "4294967296", "0.5", *WORDS]),
     "--eval-episodes": (["0", "7", "30"], ["-1", "11", "99", "1.5", *WORDS]),
     "--eval-epsilon": (["0", "0.01"], SHARES),
