@@ -354,6 +354,7 @@ def table(
     rounds: int = 7,
     seconds: float = 0.0,
     minutes: float = 0.0,
+    bf16: bool = True,
 ) -> None:
     """Steps per second of both scripts in turn, their parts, bound and memory, and the cost of measuring divergence.
 
@@ -363,13 +364,14 @@ def table(
         seconds: how long each part is measured after each iteration [s]; 0 is 1, with --cuda 0.3
         minutes: time for all of it; where it runs short, rounds become fewer, and the last settings are left out; 0 is
             7 with --cuda, and no limit without
+        bf16: the first setting on a CPU also with --bf16, which takes minutes on one without instructions for it
     """
     seconds = seconds or (0.3 if common.cuda else 1.0)
     begin, limit = time.monotonic(), 60 * (minutes or (7.0 if common.cuda else math.inf))
     results, longest = [], 0.0
     switches = [[], ["compile"], SWITCHES] if common.cuda else [[]]
     arms = [(script, on, 50) for on in switches for script in (FIXED, ADAPTIVE)]
-    first = [(ADAPTIVE, [], 1)] if common.cuda else [(ADAPTIVE, [], 1), (FIXED, ["bf16"], 50)]
+    first = [(ADAPTIVE, [], 1), *([(FIXED, ["bf16"], 50)] if bf16 and not common.cuda else [])]
     for number, setting in enumerate(settings):
         elapsed = time.monotonic() - begin
         if elapsed + longest > limit:
