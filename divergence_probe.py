@@ -107,7 +107,7 @@ class Args:
     num_minibatches: int = 4
     """minibatches per epoch; their size grows with the rollout"""
     update_epochs: int = 2
-    """E, epochs over each rollout; where the batch adapts: at the base rollout length and below"""
+    """E, epochs over each rollout; in the adaptive script up to the base rollout length, and more above it (eq. 10)"""
     gamma: float = 0.99
     """discount per step"""
     q_lambda: float = 0.65
@@ -235,6 +235,7 @@ def make_envs(args: Args, seeds: list[int]):
     It resets by itself, one step late: the row after every done ignores its action and returns reward 0 with the next
     game's (or life's) first observation. Such a reset row is no transition; whoever steps must leave it out.
     Full games: at most 27,000 steps, up to 30 no-ops and FIRE at the start, as in the old NoFrameskip-v4 protocol.
+    What stands here and not in the call is envpool's default.
     """
     return envpool.make(
         args.env_id,
@@ -367,7 +368,8 @@ def q_lambda_targets(rewards, next_values, terminal, truncated, gamma: float, q_
     targets = torch.empty_like(rewards)
     target = next_values[-1]  # of no weight: there is no row after the last
     for t in reversed(range(len(rewards))):
-        target = rewards[t] + discount[t] * torch.lerp(next_values[t], target, trace[t])
+        following = torch.lerp(next_values[t], target, trace[t])  # (1 - trace) * V + trace * G
+        target = rewards[t] + discount[t] * following
         targets[t] = target
     return targets
 
@@ -635,7 +637,7 @@ class Collector:
             played = actions[t].cpu().numpy()
             next_obs, reward, terminated, cut, info = self.envs.step(played)
 
-            game_over = info["terminated"].astype(bool)  # also on the very step of the time limit
+            game_over = info["terminated"].astype(bool)  # not a lost life; also on the step of the time limit
             obs[t + 1] = torch.from_numpy(next_obs)
             rewards[t] = torch.from_numpy(reward)
             terminal[t] = torch.from_numpy(terminated | game_over)
@@ -667,7 +669,8 @@ def learn(args: Args, q_network, optimizer, rollout: Rollout, epochs: int, rng):
     loss_sum, q_sum = torch.zeros(2, device=rollout.targets.device)  # stay there: the loop reads nothing back
     for rows in minibatches(len(rollout.targets), epochs, args.num_minibatches, rng):
         optimizer.zero_grad()
-        num_valid, loss, mean_q = rollout.valid[rows].sum().clamp(min=1.0), *torch.zeros(2, device=rows.device)
+        num_valid = rollout.valid[rows].sum().clamp(min=1.0)
+        loss, mean_q = torch.zeros(2, device=rows.device)
         for part in micro_batches(rows, args.micro_batch_size):  # gradients add up to that of all rows
             obs, actions, targets, valid = rollout.rows(part)
             part_loss, part_q = td_loss(q_network(obs), actions, targets, valid)

@@ -23,12 +23,12 @@ One iteration, with N parallel environments and rollouts of T steps:
 
     1 collect  T x N transitions, epsilon-greedy, with fixed parameters
     2 targets  G_t = r_t + gamma * (lambda * G_{t+1} + (1 - lambda) * max_a Q(s_{t+1}, a))     Q(lambda), backwards;
-               without the G_{t+1} at a truncation and in the last row; G_t = r_t at a terminal
+               with lambda = 0 at a truncation and in the last row; G_t = r_t at a terminal
     3 learn    E epochs of minibatches: minimise the mean of (Q(s_t, a_t) - G_t)^2             RAdam, clipped gradient
     4 measure  delta = share of M rollout states whose greedy action phase 3 has changed       eq. 3, each K iterations
-    5 adapt    d = clip(mean of the last 20 deltas, 0.05, 0.95)
+      adapt    from the 10th delta on: d = clip(mean of the last 20, 0.05, 0.95)
                T_target = T_max - (T_max - T_min) * ln(d / 0.05) / ln(0.95 / 0.05)             eqs. 4, 5
-               T <- clip(0.9 * T + 0.1 * T_target, T_min, T_max), from T_min                   eq. 9
+               T <- clip(0.9 * T + 0.1 * T_target, T_min, T_max), from T_min, not rounded      eq. 9
                E = max(2, floor(2 * T / 32))                                                   eq. 10
 
 Shapes: T steps per rollout (the paper's L), N environments, A actions, B = T * N rows, M measured states.
@@ -101,7 +101,7 @@ class Args:
     num_minibatches: int = 4
     """minibatches per epoch; their size grows with the rollout"""
     update_epochs: int = 2
-    """E, epochs over each rollout; where the batch adapts: at the base rollout length and below"""
+    """E, epochs over each rollout; in the adaptive script up to the base rollout length, and more above it (eq. 10)"""
     gamma: float = 0.99
     """discount per step"""
     q_lambda: float = 0.65
@@ -209,6 +209,7 @@ def make_envs(args: Args, seeds: list[int]):
     It resets by itself, one step late: the row after every done ignores its action and returns reward 0 with the next
     game's (or life's) first observation. Such a reset row is no transition; whoever steps must leave it out.
     Full games: at most 27,000 steps, up to 30 no-ops and FIRE at the start, as in the old NoFrameskip-v4 protocol.
+    What stands here and not in the call is envpool's default.
     """
     return envpool.make(
         args.env_id,
@@ -341,7 +342,8 @@ def q_lambda_targets(rewards, next_values, terminal, truncated, gamma: float, q_
     targets = torch.empty_like(rewards)
     target = next_values[-1]  # of no weight: there is no row after the last
     for t in reversed(range(len(rewards))):
-        target = rewards[t] + discount[t] * torch.lerp(next_values[t], target, trace[t])
+        following = torch.lerp(next_values[t], target, trace[t])  # (1 - trace) * V + trace * G
+        target = rewards[t] + discount[t] * following
         targets[t] = target
     return targets
 
@@ -488,7 +490,7 @@ def train(args: Args) -> dict:
                 actions[t] = torch.where(explore, random_actions, greedy[t])
                 next_obs, reward, terminated, cut, info = envs.step(actions[t].cpu().numpy())
 
-                game_over = info["terminated"].astype(bool)  # also on the very step of the time limit
+                game_over = info["terminated"].astype(bool)  # not a lost life; also on the step of the time limit
                 obs[t + 1] = torch.from_numpy(next_obs)
                 rewards[t] = torch.from_numpy(reward)
                 terminal[t] = torch.from_numpy(terminated | game_over)
@@ -512,7 +514,8 @@ def train(args: Args) -> dict:
             loss_sum, q_sum = torch.zeros(2, device=device)  # stay there: the loop reads nothing back from the device
             for rows in minibatches(T * N, epochs, args.num_minibatches, rng):
                 optimizer.zero_grad()
-                num_valid, loss, mean_q = valid[rows].sum().clamp(min=1.0), *torch.zeros(2, device=device)
+                num_valid = valid[rows].sum().clamp(min=1.0)
+                loss, mean_q = torch.zeros(2, device=device)
                 for part in micro_batches(rows, args.micro_batch_size):  # gradients add up to that of all rows
                     q_values = learn(flat_obs.index_select(0, part))  # flat_obs[part] is five times slower on a CPU
                     part_loss, part_q = td_loss(q_values, flat_actions[part], flat_targets[part], valid[part])
@@ -538,7 +541,7 @@ def train(args: Args) -> dict:
                 states = states[torch.randperm(len(states), generator=measuring_rng, device=device)]
                 states = states[: args.divergence_states // NUM_RANKS]  # (M,) rows, without replacement
                 actions_before = greedy[:T].flatten()[states]  # of phase 1: the parameters were the same
-                # As many at a time as there: all at once would take 1.4 GB.
+                # N at a time, as there: all at once would take 1.4 GB.
                 actions_after = torch.cat([greedy_actions(q_network, flat_obs[part]) for part in states.split(N)])
                 delta = behavioral_divergence(actions_before, actions_after)
                 divergences.append(mean_over_ranks(delta, len(states), device))
