@@ -161,7 +161,7 @@ class Args:
     torch_threads: int = 0
     """torch's CPU threads; 0 leaves torch's own choice"""
     micro_batch_size: int = 0
-    """most rows to learn from at once: a minibatch's gradient is summed over such parts; 0 is 256, on a GPU 4096"""
+    """most rows to learn from at once: a minibatch's gradient is summed over such parts; 0 is 128, on a GPU 4096"""
     eval_episodes: int = 100
     """full games of the final evaluation, shared out equally over 10 environments; 0 skips it"""
     eval_epsilon: float = 0.0
@@ -356,12 +356,12 @@ def minibatches(num_rows: int, epochs: int, num_minibatches: int, generator: tor
 
 
 def micro_batches(rows, largest: int):
-    """A minibatch's rows in parts of at most `largest` rows, sizes equal or one apart; 0 is 256, on a GPU 4096.
+    """A minibatch's rows in parts of at most `largest` rows, sizes equal or one apart; 0 is 128, on a GPU 4096.
 
     Its gradient is the sum of theirs. All rows at once cost memory, 0.8 MB each with the base network, and on a CPU
     time, since its caches are small.
     """
-    largest = largest or (4096 if rows.is_cuda else 256)
+    largest = largest or (4096 if rows.is_cuda else 128)
     return rows.tensor_split(math.ceil(len(rows) / largest))
 
 

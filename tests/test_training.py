@@ -296,7 +296,7 @@ def test_micro_batches_hold_every_row_once(script, num_rows, largest, parts):
 
 
 def test_micro_batches_by_default_on_a_cpu(script):
-    assert [len(part) for part in script.micro_batches(torch.arange(1024), 0)] == [256] * 4
+    assert [len(part) for part in script.micro_batches(torch.arange(1024), 0)] == [128] * 8
 
 
 def test_the_gradient_of_a_minibatch_is_that_of_its_micro_batches(script, run, monkeypatch):
