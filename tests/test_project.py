@@ -227,20 +227,8 @@ def test_flags_and_files_that_the_readme_names_exist():
     for script in SCRIPTS:
         fields |= {field.name for field in dataclasses.fields(importlib.import_module(script).Args)}
     switches = {"no_" + name for name in fields}
-    own = {
-        "title",
-        "out",
-        "runs",
-        "logdir",
-        "help",
-        "jobs",
-        "rounds",
-        "seconds",
-        "against",
-        "levers",
-        "settings",
-        "no_bf16",
-    }  # of others
+    own = {"title", "out", "runs", "logdir", "help", "jobs", "rounds", "seconds", "against"}  # of others
+    own |= {"levers", "settings", "no_bf16"}
     own |= {"nproc_per_node", "nnodes", "rdzv_backend", "rdzv_endpoint"}  # torchrun's
     own |= {"array", "gpus", "cpus_per_task", "wrap"}  # Slurm's
     for flag in re.findall(r"(?<![\w-])--([a-z][a-z0-9-]+)", README):
