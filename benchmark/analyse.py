@@ -38,7 +38,7 @@ PANELS = {
     "rollout_length": "rollout length T\n[steps per env.]",
 }
 KINDS = {"training_normalized": "training", "human_normalized": "greedy"}  # what is aggregated
-LABELS = {"arm", "script", "game"}  # columns that are no numbers
+LABELS = {"arm", "script", "game", "flags"}  # columns that are no numbers
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,10 @@
 
 A cell is one arm, game and seed; <directory>/<arm>/<game>/<seed>/ holds its run directory and log.txt. Whatever stops a
 study (Ctrl-C, a crash, a power cut), the same command goes on with it: finished cells are left alone, interrupted ones
-resumed. A cell that was begun with other flags than the study has now is refused. A cell is locked while a run is at
-work in it, so that several of these may share a study, on machines that share a disk; there, one cell per command:
+resumed. A cell that was begun with other flags than the study has now is refused. What has once been gathered counts as
+finished wherever its two CSV files are: a study may take several machines that share nothing else, one after the other.
+A cell is locked while a run is at work in it, so that several of these may share a study, on machines that share a
+disk; there, one cell per command:
 
     python benchmark/study.py print STUDY | xargs -d '\\n' -P 2 -I CELL sh -c CELL
     sbatch --array 0-35 --wrap 'python benchmark/study.py cell STUDY $SLURM_ARRAY_TASK_ID'
@@ -27,7 +29,7 @@ import subprocess
 import sys
 import time
 import tomllib
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -55,6 +57,8 @@ class Cell:
     flags: list[str]
     args: object  # the script's Args
     free: str  # names of those that a resumed run may change
+    results: Path  # directory of scores.csv and curves.csv, absolute
+    gathered: dict | None = None  # this cell's line there
 
     def __str__(self) -> str:
         return f"{self.arm}/{self.game}/{self.seed}"
@@ -67,7 +71,7 @@ class Cell:
 class State(NamedTuple):
     word: str  # not started, running, interrupted, finished or refused
     step: int = 0  # of the checkpoint; while it is running, of metrics.csv
-    run_dir: Path | None = None
+    run_dir: Path | None = None  # None for a finished cell: it ran elsewhere, and has been gathered
     detail: str = ""  # why it is refused, or the flags that a resumed run must change
 
 
@@ -121,8 +125,10 @@ def load(path: Path) -> list[Cell]:
         study = tomllib.loads(path.read_text())
     except (OSError, ValueError) as error:
         refuse(f"{path}: cannot be read: {error}")
-    check_keys(study, "name games seeds arms", "directory flags", str(path))
+    check_keys(study, "name games seeds arms", "directory results flags", str(path))
     root = study.get("directory", f"runs/{study['name']}")
+    results = ROOT / study.get("results", root)
+    gathered = {cell_of(line): line for line in read_table(results / "scores.csv")}
     ranked = []  # the first seed of every arm and game comes before the second of any
     for arm in study["arms"]:
         check_keys(arm, "name script", "flags games seeds", f"{path}: an arm")
@@ -136,12 +142,25 @@ def load(path: Path) -> list[Cell]:
         for game in arm.get("games", study["games"]):
             for rank, seed in enumerate(arm.get("seeds", study["seeds"])):
                 args, directory = replace(args, env_id=game, seed=seed), Path(root, name, game, str(seed))
-                ranked.append((rank, Cell(name, script, game, seed, directory, flags, args, module.FREE["resume"])))
+                cell = Cell(name, script, game, seed, directory, flags, args, module.FREE["resume"], results)
+                ranked.append((rank, replace(cell, gathered=gathered.get(str(cell)))))
     cells = [cell for _, cell in sorted(ranked, key=lambda pair: pair[0])]
     for name, count in Counter(map(str, cells)).items():
         if count > 1 or not re.fullmatch(r"[\w.+-]+/[\w.+-]+/\d+", name):
             refuse(f"{path}: {name}: is there twice, or has signs other than letters, digits and . + - _")
     return cells
+
+
+def read_table(path: Path) -> list[dict]:
+    """Lines of a CSV file, as strings; none without the file."""
+    with contextlib.suppress(FileNotFoundError), path.open(newline="") as file:
+        return list(csv.DictReader(file))
+    return []
+
+
+def cell_of(line: dict) -> str:
+    """The name of the cell that a line of scores.csv or curves.csv belongs to."""
+    return "{arm}/{game}/{seed}".format(**line)
 
 
 def lock(file, kind: int) -> bool:
@@ -161,8 +180,8 @@ def locked(path: Path) -> bool:
 
 
 def reached(cell: Cell) -> int:
-    """Step of the last whole line of the cell's metrics.csv; 0 without one."""
-    steps = [0]
+    """Step of the last whole line of the cell's metrics.csv, or of the run that was gathered; 0 without either."""
+    steps = [int(cell.gathered["steps"]) if cell.gathered else 0]
     for path in cell.log.parent.glob("*/metrics.csv"):
         with contextlib.suppress(OSError, ValueError, IndexError), path.open("rb") as file:
             file.seek(max(0, file.seek(0, 2) - 4096))
@@ -195,6 +214,12 @@ def look(cell: Cell, ours: bool = False) -> State:
     if (not ours and locked(cell.log)) or any(locked(run_dir / "metrics.csv") for run_dir in run_dirs):
         return State("running", reached(cell))
     run_dirs = [run_dir for run_dir in run_dirs if any(run_dir.glob("*.pt"))]  # the rest died before a checkpoint
+    if not run_dirs and cell.gathered:
+        if (was := cell.gathered["flags"]) != shlex.join(cell.flags):
+            return State(
+                "refused", detail=f"in {cell.results / 'scores.csv'} are its results with {was}; take them out"
+            )
+        return State("finished", int(cell.gathered["steps"]))
     if not run_dirs:
         return State("not started")
     if len(run_dirs) > 1:
@@ -382,16 +407,24 @@ def curve(rows: list[dict], total: int, bins: int = 200) -> Iterator[dict]:
                "rollout_length": last.get("abs/rollout_length")}  # fmt: skip
 
 
-def gather(study: StudyFile, out: Annotated[Path | None, tyro.conf.arg(help="default: beside the runs")] = None) -> int:
-    """Write scores.csv and curves.csv of the finished cells; the others are named."""
+def gather(study: StudyFile) -> int:
+    """Write scores.csv and curves.csv of the finished cells, into the study's `results`; the others are named."""
     cells, scores, curves = load(study), [], []
+    out, before = cells[0].results, defaultdict(list)  # curves that are there
+    for line in read_table(out / "curves.csv"):
+        before[cell_of(line)].append(line)
+    lost = {cell_of(line) for line in read_table(out / "scores.csv")} - {str(cell) for cell in cells}
     for cell in cells:
         state = look(cell)
         if state.word != "finished":
+            lost |= {str(cell)} if cell.gathered and not any(cell.log.parent.glob("*/metrics.csv")) else set()
             say(f"left out: {cell} is {state.word}" + (f": {state.detail}" if state.word == "refused" else ""))
             continue
-        with (state.run_dir / "metrics.csv").open(newline="") as file:
-            rows = list(csv.DictReader(file))
+        if state.run_dir is None:
+            scores.append(cell.gathered)
+            curves += before[str(cell)]
+            continue
+        rows = read_table(state.run_dir / "metrics.csv")
         report = json.loads((state.run_dir / "eval.json").read_text()) if cell.args.eval_episodes else {}
         low, high = report.get("interval_95") or (None, None)
         scores.append({
@@ -400,12 +433,14 @@ def gather(study: StudyFile, out: Annotated[Path | None, tyro.conf.arg(help="def
             "human_normalized": report.get("human_normalized"), "distinct_games": report.get("distinct_games"),
             "rollout_length": rows[-1].get("abs/rollout_length"),
             "gradient_steps": rows[-1].get("charts/gradient_steps"), "wall_clock": rows[-1]["charts/wall_clock"],
+            "flags": shlex.join(cell.flags),
         })  # fmt: skip
         name = {"arm": cell.arm, "game": cell.game, "seed": cell.seed}
         curves += [name | point for point in curve(rows, cell.args.total_timesteps)]
+    if lost:
+        refuse(f"in {out} are results that this would overwrite, of {', '.join(sorted(lost))}; move the files away")
     if not scores:
         refuse("no cell is finished: there is nothing to gather")
-    out = out or cells[0].log.parents[3]
     out.mkdir(parents=True, exist_ok=True)
     for name, table in (("scores.csv", scores), ("curves.csv", curves)):
         with (out / name).open("w", newline="") as file:

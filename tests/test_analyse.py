@@ -17,7 +17,7 @@ analyse = importlib.import_module("analyse")
 
 COLUMNS = (
     "arm script game seed steps training_score eval_mean eval_low eval_high human_normalized distinct_games "
-    "rollout_length gradient_steps wall_clock"
+    "rollout_length gradient_steps wall_clock flags"
 ).split()
 GAMES = {"Pong-v5": (-20.7, 14.6), "Breakout-v5": (1.7, 30.5)}  # game -> random play, human: Wang et al. 2016
 ARMS = {"fixed16": 0.2, "fixed64": 0.5, "adaptive": 0.7}  # arm -> human-normalised score
@@ -32,6 +32,7 @@ def cells(arms=ARMS, seeds=(1, 2, 3)):
                 raw, greedy = (low + share * (high - low) for share in (normalised, normalised + 0.1))
                 yield dict(zip(COLUMNS, map(str, [
                     arm, "x.py", game, seed, 1000, raw, greedy, greedy, greedy, normalised + 0.1, 30, 32, 500, 1800,
+                    "--num-envs 8",
                 ])))  # fmt: skip
 
 
