@@ -6,8 +6,8 @@
 
 A cell is one arm, game and seed; <directory>/<arm>/<game>/<seed>/ holds its run directory and log.txt. Whatever stops a
 study (Ctrl-C, a crash, a power cut), the same command goes on with it: finished cells are left alone, interrupted ones
-resumed. A cell that was begun with other flags than the study has now is refused. What has once been gathered counts as
-finished wherever its two CSV files are: a study may take several machines that share nothing else, one after the other.
+resumed. A cell that was begun with other flags than the study has now is refused. In a study that says where its
+`results` go, a cell that is there counts as finished: it may take several machines that share nothing else.
 A cell is locked while a run is at work in it, so that several of these may share a study, on machines that share a
 disk; there, one cell per command:
 
@@ -57,7 +57,7 @@ class Cell:
     flags: list[str]
     args: object  # the script's Args
     free: str  # names of those that a resumed run may change
-    results: Path  # directory of scores.csv and curves.csv, absolute
+    results: Path | None  # directory of scores.csv and curves.csv, absolute; None: beside the runs
     gathered: dict | None = None  # this cell's line there
 
     def __str__(self) -> str:
@@ -127,8 +127,8 @@ def load(path: Path) -> list[Cell]:
         refuse(f"{path}: cannot be read: {error}")
     check_keys(study, "name games seeds arms", "directory results flags", str(path))
     root = study.get("directory", f"runs/{study['name']}")
-    results = ROOT / study.get("results", root)
-    gathered = {cell_of(line): line for line in read_table(results / "scores.csv")}
+    results = ROOT / study["results"] if "results" in study else None
+    gathered = {cell_of(line): line for line in read_table(results / "scores.csv")} if results else {}
     ranked = []  # the first seed of every arm and game comes before the second of any
     for arm in study["arms"]:
         check_keys(arm, "name script", "flags games seeds", f"{path}: an arm")
@@ -410,10 +410,12 @@ def curve(rows: list[dict], total: int, bins: int = 200) -> Iterator[dict]:
 def gather(study: StudyFile) -> int:
     """Write scores.csv and curves.csv of the finished cells, into the study's `results`; the others are named."""
     cells, scores, curves = load(study), [], []
-    out, before = cells[0].results, defaultdict(list)  # curves that are there
-    for line in read_table(out / "curves.csv"):
-        before[cell_of(line)].append(line)
-    lost = {cell_of(line) for line in read_table(out / "scores.csv")} - {str(cell) for cell in cells}
+    out, before, lost = cells[0].log.parents[3], defaultdict(list), set()
+    if cells[0].results:
+        out = cells[0].results
+        for line in read_table(out / "curves.csv"):
+            before[cell_of(line)].append(line)
+        lost = {cell_of(line) for line in read_table(out / "scores.csv")} - {str(cell) for cell in cells}
     for cell in cells:
         state = look(cell)
         if state.word != "finished":

@@ -144,11 +144,11 @@ class Endless(CueGame):
     steps_per_life = 10**6
 
 
-FLAGS = "--total-timesteps 1280 --divergence-interval 1 --exploration-fraction 0.7 --checkpoint-interval 0".split()
+FLAGS = "--total-timesteps 640 --divergence-interval 1 --exploration-fraction 0.7 --checkpoint-interval 0".split()
 
 
 @both_scripts
-@pytest.mark.parametrize("stops", [(40,), pytest.param((300, 150, 170), marks=pytest.mark.slow)])
+@pytest.mark.parametrize("stops", [(40,), pytest.param((150, 75, 80), marks=pytest.mark.slow)])
 def test_a_resumed_run_agrees_bit_for_bit_with_one_that_was_never_stopped(script, monkeypatch, tmp_path, stops):
     """Stopped in the middle of learning and resumed, the emulator going on from where the last iteration had left it.
 
@@ -206,8 +206,9 @@ def test_a_resumed_run_agrees_bit_for_bit_with_one_that_was_never_stopped(script
         assert len({length for (length,) in rows_of(run_dir, ["abs/rollout_length"])}) > 3  # it did adapt
 
 
-@both_scripts
-@pytest.mark.parametrize("game", [CueGame, Catch])
+@pytest.mark.parametrize(
+    ("script", "game"), [("pqn_fixed_atari", CueGame), ("pqn_abs_atari", Catch)], indirect=["script"]
+)
 def test_a_run_of_x_raised_to_2x_has_the_schedules_of_2x(script, run, game):
     """Epsilon, learning rate, measurements, gradient steps and the rollout's rule go on; the emulators begin anew."""
     flags = ["--divergence-interval", "3", "--exploration-fraction", "0.9", "--total-timesteps"]

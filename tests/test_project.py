@@ -187,6 +187,12 @@ def test_the_readme_shows_the_diff():
     assert shown == diff()
 
 
+def test_the_readme_shows_the_algorithm():
+    shown = re.search(r"(?s)## The algorithm\n.*?```\n(.*?)```", README).group(1)
+    box = re.search(r"(?s)rollouts of T steps:\n\n(.*?)\n\n", importlib.import_module("pqn_abs_atari").__doc__).group(1)
+    assert shown.splitlines() == [line.removeprefix("    ") for line in box.splitlines()]
+
+
 def test_the_glossary_is_what_is_logged(script, monkeypatch, tmp_path):
     monkeypatch.setattr(envpool, "make", fake_make(CueGame))
     result = script.main(
@@ -228,7 +234,7 @@ def test_flags_and_files_that_the_readme_names_exist():
         fields |= {field.name for field in dataclasses.fields(importlib.import_module(script).Args)}
     switches = {"no_" + name for name in fields}
     own = {"title", "out", "runs", "logdir", "help", "jobs", "rounds", "seconds", "against"}  # of others
-    own |= {"levers", "settings", "no_bf16"}
+    own |= {"levers", "settings", "no_bf16", "repeats"}
     own |= {"nproc_per_node", "nnodes", "rdzv_backend", "rdzv_endpoint"}  # torchrun's
     own |= {"array", "gpus", "cpus_per_task", "wrap"}  # Slurm's
     for flag in re.findall(r"(?<![\w-])--([a-z][a-z0-9-]+)", README):
