@@ -17,7 +17,8 @@ table    steps per second of both scripts, against the bound 1 / (1/e + 1/f + E/
 memory   peak memory against that of the same script with its frames kept as float32.
 grow     time and memory against N, T and size of the network; a picture goes beside the JSON, and `draw` renews it.
 pair     ours and another script in turn, A B A B: any command that prints its steps per second, such as "SPS: 471".
-learning what --bf16 and --micro-batch-size, which change the arithmetic, do to learning on Catch.
+learning what the levers that change the arithmetic do to learning on Catch: --bf16 and --micro-batch-size, which are
+         flags, and channels_last and RAdam's foreach, which are always on, by doing without.
 
 All but `memory` and `learning` need a machine that does nothing else.
 """
@@ -537,7 +538,19 @@ def pair(
 # --- learning
 
 
-LEVERS = {"none": {}, "bf16": {"bf16": True}, "micro_batch_size": {"micro_batch_size": 8}}
+RADAM = torch.optim.RAdam
+
+
+def plain_radam(parameters, foreach: bool, **more) -> torch.optim.Optimizer:
+    """RAdam with a loop over the parameters, whatever is asked for."""
+    return RADAM(parameters, foreach=False, **more)
+
+
+LEVERS = {
+    "none": {}, "bf16": {"bf16": True}, "micro_batch_size": {"micro_batch_size": 8},
+    "no_channels_last": (torch, "channels_last", torch.contiguous_format),
+    "no_foreach": (torch.optim, "RAdam", plain_radam),
+}  # fmt: skip
 
 
 def learning(
@@ -550,7 +563,7 @@ def learning(
 
     Args:
         seeds: of the runs
-        levers: which of none, bf16 and micro_batch_size (8 rows at once instead of all)
+        levers: which of none, bf16, micro_batch_size (8 rows at once instead of all), no_channels_last and no_foreach
         torch_threads: torch's CPU threads; 0 leaves torch's own choice
         out: JSON to write
     """
@@ -563,8 +576,11 @@ def learning(
     print("|" + "---|" * 5)
     for name, seed, lever in itertools.product((FIXED, ADAPTIVE), seeds, levers):
         script = importlib.import_module(name)
-        with tempfile.TemporaryDirectory() as directory, mock.patch.object(envpool, "make", fake_make(Catch)):
-            args = script.Args(**flags, **LEVERS[lever], seed=seed, torch_threads=torch_threads, runs_dir=directory)
+        more, patch = LEVERS[lever], contextlib.nullcontext()
+        if isinstance(more, tuple):
+            more, patch = {}, mock.patch.object(*more)
+        with tempfile.TemporaryDirectory() as directory, mock.patch.object(envpool, "make", fake_make(Catch)), patch:
+            args = script.Args(**flags, **more, seed=seed, torch_threads=torch_threads, runs_dir=directory)
             result = script.train(args)
             (metrics,) = Path(directory).glob("*/metrics.csv")
             names, *_, last = (line.split(",") for line in metrics.read_text().splitlines())

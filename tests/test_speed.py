@@ -7,6 +7,7 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import envpool
 import pytest
@@ -343,3 +344,18 @@ def test_our_speed_counts_from_the_moment_the_environments_stand(monkeypatch):
 
     monkeypatch.setattr(speed.subprocess, "run", run)
     assert speed.our_sps("script.py --flag 1") == 150
+
+
+# --- learning ---------------------------------------------------------------------------------------------------------
+
+
+def test_levers_that_are_always_on_can_be_done_without(script):
+    weights = script.QNetwork(6, "base", False).parameters
+    assert any(w.dim() == 4 and not w.is_contiguous() for w in weights())
+    with mock.patch.object(*speed.LEVERS["no_channels_last"]):
+        weights = script.QNetwork(6, "base", False).parameters
+        assert all(w.is_contiguous() for w in weights())
+    with mock.patch.object(*speed.LEVERS["no_foreach"]):
+        optimizer = torch.optim.RAdam(weights(), lr=0.5, foreach=True)
+        assert (optimizer.defaults["foreach"], optimizer.defaults["lr"]) == (False, 0.5)
+    assert torch.optim.RAdam(weights(), foreach=True).defaults["foreach"]
