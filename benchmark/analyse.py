@@ -137,7 +137,7 @@ def draw_curves(args: Args, curves: list[dict], arms: list[str], games: list[str
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8.3, 6.4), layout="constrained")
-    axes = figure.subplots(len(PANELS), len(games), sharex=True, squeeze=False)
+    axes = figure.subplots(len(PANELS), len(games), sharex="col", squeeze=False)
     runs = runs_of(curves, args.window)
     for (row, (name, label)), (column, game) in itertools.product(enumerate(PANELS.items()), enumerate(games)):
         axis = axes[row, column]
@@ -181,7 +181,7 @@ def score_table(args: Args, scores: list[dict], arms: list[str], games: list[str
         cells = [game.removesuffix("-v5"), arm, str(len(rows))]
         for name, form in zip(columns, (".1f", ".1f", ".0%")):
             (mean,), ((low,), (high,)) = mean_of_runs(values[name][:, None], args.reps)
-            cells.append(f"{mean:{form}} ({low:{form}} to {high:{form}})")
+            cells.append(f"{mean:{form}}" + (f" ({low:{form}} to {high:{form}})" if len(rows) > 1 else ""))
         cells += [f"{values['rollout_length'].mean():.0f}", f"{values['gradient_steps'].mean():,.0f}"]
         lines.append("| " + " | ".join([*cells, f"{values['wall_clock'].mean() / 3600:.2f}"]) + " |")
     return lines
@@ -263,7 +263,7 @@ def main(args: Args) -> None:
     lines = score_table(args, scores, arms, games)
     complete = [game for game in games if {row["arm"] for row in scores if row["game"] == game} == set(arms)]
     seeds = len(by_arm(scores, "eval_mean", arms, complete)[arms[0]]) if complete else 0
-    if seeds:
+    if seeds > 1:  # of one seed there is no interval
         iqm, better = aggregates(args, scores, arms, complete)
         lines += aggregate_table(args, iqm, better, arms, seeds, complete)
         draw_aggregates(args, iqm, better, arms)
