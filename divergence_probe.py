@@ -936,6 +936,7 @@ def train(args: Args) -> dict:
 
         if model:
             settle(q_network, optimizer, model, collector, args, epsilon_after(0), rng)
+            say(f"measuring: one update, and one for each rollout length of {args.probe_lengths} ...")
         last = global_step + T * N if model else args.total_timesteps  # around a model: one iteration
         while global_step + T * N <= last:
             iteration += 1
@@ -1029,6 +1030,7 @@ def settle(q_network, optimizer, model: dict, collector: Collector, args: Args, 
     checkpoint.pt has the optimiser's state. model.pt has not, and with a fresh one RAdam would hardly move for its
     first hundreds of steps: so its moments are gathered at a learning rate of 0, and count as those of a long run.
     """
+    say(f"playing {args.opening_steps} steps in each environment, so that games are in full swing ...")
     for _ in range(math.ceil(args.opening_steps / args.num_steps)):
         rollout, _ = collector.collect(q_network, args.num_steps, lambda t: epsilon, rng)
     if "optimizer" in model:
@@ -1062,26 +1064,55 @@ def column(rows: list[dict], *names: str) -> list[tuple[float, ...]]:
 
 
 def draw(rows: list[dict], args: Args, path: Path) -> None:
-    """Four panels: divergence and return, divergence against batch size, noise scale and batch, churn and twins."""
+    """Four panels: divergence and return, divergence against batch size, noise scale and batch, churn and twins.
+
+    Curves over a run; bars where one iteration was measured, around a saved model.
+    """
     blue, red, green, pink = "#0072B2", "#D55E00", "#009E73", "#CC79A7"  # Okabe and Ito: for all eyes, and in grey
     N = args.num_envs
     figure, ((time_axis, batch_axis), (noise_axis, twin_axis)) = plt.subplots(2, 2, figsize=(11, 8))
     figure.set_layout_engine("constrained")
 
+    def bars(axis, groups: dict[str, dict[str, float]], number="%.3g"):
+        """One group of bars for each name on the x axis, with a bar for each of the colours."""
+        series = list(dict.fromkeys(label for bars_of in groups.values() for label in bars_of))
+        width = 0.8 / max(1, len(series))
+        for i, (label, colour) in enumerate(zip(series, (blue, red))):
+            places = [place + (i - (len(series) - 1) / 2) * width for place in range(len(groups))]
+            heights = [bars_of.get(label, math.nan) for bars_of in groups.values()]
+            drawn = axis.bar(places, heights, 0.9 * width, color=colour, label=label if len(series) > 1 else None)
+            axis.bar_label(drawn, ["-" if math.isnan(height) else number % height for height in heights])
+        axis.set_xticks(range(len(groups)), list(groups))
+        axis.margins(y=0.15)
+
     def curve(axis, name, label, colour, scale=1.0, over=5, style="-"):
         """Dots are measurements, the line the mean of the last five of them."""
         steps, values = np.array(column(rows, name)).reshape(-1, 2).T
         means = [scale * values[max(0, i + 1 - over) : i + 1].mean() for i in range(len(values))]
+        if not means:
+            return
         axis.plot(steps, scale * values, "o", markersize=3, alpha=0.4, color=colour)
         axis.plot(steps, means, style, color=colour, label=label)
 
-    curve(time_axis, "rollout/update/churn", "churn, one update", blue)
-    curve(time_axis, "rollout/window/churn", f"churn, {args.probe_window} iterations", red)
-    curve(time_axis, "rollout/early_after/churn", "churn since the early policy", green)
-    curve(time_axis, "rollout/update/value_gap", "value gap, one update [std of Q]", pink)
-    time_axis.set(ylabel="divergence (rollout states)", title="How far the policy moves", ylim=(0, None))
+    def measured(name) -> float:
+        """The one value of a probe around a saved model."""
+        return float(rows[-1][name] or math.nan)
+
     returns = column(rows, "charts/episodic_return")
-    if returns:
+    if args.checkpoint:
+        kinds = {"churn": "churn", "total_variation": "total\nvariation", "js_distance": "JS distance",
+                 "value_gap": "value gap\n[std of Q]"}  # fmt: skip
+        states = {"rollout": "states of this rollout", "reference": "states of random play"}
+        bars(time_axis, {shown: {label: measured(f"{place}/update/{kind}") for place, label in states.items()}
+                         for kind, shown in kinds.items()})  # fmt: skip
+        time_axis.set(ylabel="divergence", title="How far one update moves the policy")
+    else:
+        curve(time_axis, "rollout/update/churn", "churn, one update", blue)
+        curve(time_axis, "rollout/window/churn", f"churn, {args.probe_window} iterations", red)
+        curve(time_axis, "rollout/early_after/churn", "churn since the early policy", green)
+        curve(time_axis, "rollout/update/value_gap", "value gap, one update [std of Q]", pink)
+        time_axis.set(ylabel="divergence (rollout states)", title="How far the policy moves", ylim=(0, None))
+    if returns and not args.checkpoint:
         steps, scores = zip(*returns)
         smooth = [np.mean(scores[max(0, i - 19) : i + 1]) for i in range(len(scores))]
         right = time_axis.twinx()
@@ -1106,19 +1137,27 @@ def draw(rows: list[dict], args: Args, path: Path) -> None:
                    ylim=(0, None))  # fmt: skip
 
     minibatch = args.num_steps * N / args.num_minibatches
-    curve(noise_axis, "noise/scale", "gradient noise scale", blue, over=1)
-    curve(noise_axis, "probe/abs_batch_size", "minibatch of ABS", red, scale=1 / args.num_minibatches, over=1)
-    noise_axis.axhline(minibatch, color="grey", linestyle="--", label="minibatch of this run")
-    noise_axis.set_yscale("log")
-    noise_axis.set(ylabel="[rows per gradient step]", title="Noise scale, and the minibatch by divergence")
-
-    curve(twin_axis, "twins/churn", "churn", blue)
-    curve(twin_axis, "twins/effective_churn", "effective churn: other effects only", red)
+    noise_axis.set(ylabel="[rows per gradient step]")
+    if args.checkpoint:
+        scale = measured("noise/scale")
+        bars(noise_axis, {"gradient noise scale" + " (not resolved)" * math.isnan(scale): {"": scale},
+                          "minibatch here": {"": minibatch}}, "%.0f")  # fmt: skip
+        noise_axis.set(title="Noise scale, and the minibatch")
+        bars(twin_axis, {"churn": {"": measured("twins/churn")},
+                         "effective churn:\nother effects only": {"": measured("twins/effective_churn")}})  # fmt: skip
+    else:
+        curve(noise_axis, "noise/scale", "gradient noise scale", blue, over=1)
+        curve(noise_axis, "probe/abs_batch_size", "minibatch of ABS", red, scale=1 / args.num_minibatches, over=1)
+        noise_axis.axhline(minibatch, color="grey", linestyle="--", label="minibatch of this run")
+        noise_axis.set_yscale("log")
+        noise_axis.set(title="Noise scale, and the minibatch by divergence")
+        curve(twin_axis, "twins/churn", "churn", blue)
+        curve(twin_axis, "twins/effective_churn", "effective churn: other effects only", red)
     effects_seen = [value for _, value in column(rows, "twins/distinct_effects")]
     of_all = f": {np.mean(effects_seen):.1f} distinct effects a state" if effects_seen else ": not looked for"
     twin_axis.set(ylabel="share of states, one update", title="Twins" + of_all, ylim=(0, None))
 
-    for axis in (time_axis, noise_axis, twin_axis):
+    for axis in () if args.checkpoint else (time_axis, noise_axis, twin_axis):
         axis.set_xlabel("steps (1 step = 4 frames)")
         axis.xaxis.set_major_formatter(lambda step, _: f"{step / 1000:,.0f} k")
     for axis in (time_axis, batch_axis, noise_axis, twin_axis):
@@ -1126,9 +1165,9 @@ def draw(rows: list[dict], args: Args, path: Path) -> None:
         if axis.get_legend_handles_labels()[0]:
             axis.legend(framealpha=0.8, edgecolor="none", fontsize=8)
     last = int(rows[-1]["global_step"])
+    below = f"around {args.checkpoint}" if args.checkpoint else "dots: measurements; lines: means of five"
     figure.suptitle(f"{args.env_id}, {args.network} network, seed {args.seed}, {last:,} steps, {N} environments x "
-                    f"{args.num_steps} steps, {args.num_minibatches} minibatches\n"
-                    "dots: measurements; lines: means of five", fontsize=11)  # fmt: skip
+                    f"{args.num_steps} steps, {args.num_minibatches} minibatches\n{below}", fontsize=11)  # fmt: skip
     figure.savefig(path, dpi=130)
     plt.close(figure)
 
@@ -1183,7 +1222,8 @@ def summary(rows: list[dict], args: Args) -> list[str]:
             f"{flips.mean():.3f} there, {flips.mean() - effective.mean():.3f} ({part}) is between actions that do the "
             "same."
         )
-    lines.append(f"Measuring took {of('probe/share_of_time')[-1]:.0%} of the time.")
+    if not args.checkpoint:
+        lines.append(f"Measuring took {of('probe/share_of_time')[-1]:.0%} of the time.")
     return lines
 
 
@@ -1299,7 +1339,7 @@ def evaluate(
     tracker, games, fingerprints = EpisodeTracker(num_envs), [], [0] * num_envs
     games_left = np.full(num_envs, games_per_env)
     (obs, info), done = envs.reset(), np.zeros(num_envs, dtype=bool)
-    recording_on = recording is not None
+    recording_on, last_line = recording is not None, time.monotonic()
     if recording_on:
         recording.append((0, True, 0.0, info["ram"][0].copy(), False))
     bar = tqdm(total=num_envs * games_per_env, desc="evaluation", unit="game", disable=not sys.stderr.isatty())
@@ -1322,9 +1362,11 @@ def evaluate(
                     games.append({"environment": i, "score": score, "length": length, "fingerprint": fingerprints[i]})
                     games_left[i] -= 1
                     bar.update()
-                    if bar.disable and len(games) % 10 == 0:
-                        say(f"{len(games)} of {num_envs * games_per_env} games")
                 fingerprints[i] = 0
+            if bar.disable and time.monotonic() - last_line >= 10:
+                last_line = time.monotonic()
+                say(f"{len(games)} of {num_envs * games_per_env} games; the longest of the others is at step "
+                    f"{tracker.length[games_left > 0].max(initial=0):,}, of 27,000 at most")  # fmt: skip
             done = terminated | truncated
     return games
 
@@ -1662,7 +1704,8 @@ def load_saved(option: Literal["resume", "evaluate", "checkpoint"], place: str) 
             refuse(f"{flag(option)} {candidate}: {problem}")
         say(f"{candidate}: {problem}; trying {candidates[candidates.index(candidate) + 1].name}")
     exists = os.path.exists(path)
-    found = sorted((path if exists else path.parent).glob("*/checkpoint.pt"), key=os.path.getmtime)
+    runs = f"*__{Path(__file__).stem}__*" if option == "resume" else "*"  # a run is resumed by the script that began it
+    found = sorted((path if exists else path.parent).glob(f"{runs}/checkpoint.pt"), key=os.path.getmtime)
     hint = f"; the newest run there that can be: {found[-1].parent}" if found else ""
     refuse(f"{flag(option)} {place}: {'no checkpoint in it' if exists else 'does not exist'}{hint}")
 
@@ -1867,7 +1910,7 @@ class RunLog:
         if speed and len(self.marks) == 2 and self.on_cpu and (hours := (self.total - step) / speed / 3600) > 2:
             say(
                 f"no GPU in use: at {speed:.0f} steps/s this run takes about {hours:.0f} hours; "
-                'the README has a command of laptop size under "On a laptop"'
+                'the README has one of ten minutes, under "Ten minutes on two cores"'
             )
         divergence = metrics["abs/divergence_mean"]
         state = {
@@ -1932,9 +1975,13 @@ class SilentLog(contextlib.nullcontext):
 
 def announce(args, device: torch.device) -> None:
     """Start-up lines: what runs where, and what the next seconds are spent on."""
-    where = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+    threads = torch.get_num_threads()
+    where = f"CPU, {threads} thread{'s' * (threads > 1)}"
+    if device.type == "cuda":
+        where = torch.cuda.get_device_name(device)
+    what = f"around {args.checkpoint}" if getattr(args, "checkpoint", "") else f"{args.total_timesteps:,} steps"
     say(
-        f"{args.env_id}, {args.network} network, seed {args.seed}, {args.total_timesteps:,} steps on {where}\n"
+        f"{args.env_id}, {args.network} network, seed {args.seed}, {what} on {where}\n"
         f"building {args.num_envs} environments{f' in {NUM_RANKS} processes' if NUM_RANKS > 1 else ''}, "
         "about 0.1 s each (Ctrl-C ends this at once) ..."
     )
@@ -2228,11 +2275,12 @@ def main(argv: list[str] | None = None) -> dict:
         raise SystemExit(1) from None
     if args.evaluate or args.checkpoint:
         return result
-    say(
-        f"{result['global_step']:,} steps, {result['gradient_steps']:,} gradient steps; mean raw score of the last 100 "
-        f"training games {result['episodic_return']:.1f}, of the evaluation {result['eval_return']:.1f}\n"
-        f"tensorboard --logdir {shlex.quote(args.runs_dir)}"
-    )
+    text = f"{result['global_step']:,} steps, {result['gradient_steps']:,} gradient steps"
+    if not math.isnan(result["episodic_return"]):
+        text += f"; mean raw score {result['episodic_return']:.1f} in training (the last 100 games, or fewer)"
+    if not math.isnan(result["eval_return"]):
+        text += f"; {result['eval_return']:.1f} in the evaluation"
+    say(f"{text}\ntensorboard --logdir {shlex.quote(args.runs_dir)}")
     return result
 
 

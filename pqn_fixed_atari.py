@@ -676,7 +676,7 @@ def evaluate(
     tracker, games, fingerprints = EpisodeTracker(num_envs), [], [0] * num_envs
     games_left = np.full(num_envs, games_per_env)
     (obs, info), done = envs.reset(), np.zeros(num_envs, dtype=bool)
-    recording_on = recording is not None
+    recording_on, last_line = recording is not None, time.monotonic()
     if recording_on:
         recording.append((0, True, 0.0, info["ram"][0].copy(), False))
     bar = tqdm(total=num_envs * games_per_env, desc="evaluation", unit="game", disable=not sys.stderr.isatty())
@@ -699,9 +699,11 @@ def evaluate(
                     games.append({"environment": i, "score": score, "length": length, "fingerprint": fingerprints[i]})
                     games_left[i] -= 1
                     bar.update()
-                    if bar.disable and len(games) % 10 == 0:
-                        say(f"{len(games)} of {num_envs * games_per_env} games")
                 fingerprints[i] = 0
+            if bar.disable and time.monotonic() - last_line >= 10:
+                last_line = time.monotonic()
+                say(f"{len(games)} of {num_envs * games_per_env} games; the longest of the others is at step "
+                    f"{tracker.length[games_left > 0].max(initial=0):,}, of 27,000 at most")  # fmt: skip
             done = terminated | truncated
     return games
 
@@ -1039,7 +1041,8 @@ def load_saved(option: Literal["resume", "evaluate", "checkpoint"], place: str) 
             refuse(f"{flag(option)} {candidate}: {problem}")
         say(f"{candidate}: {problem}; trying {candidates[candidates.index(candidate) + 1].name}")
     exists = os.path.exists(path)
-    found = sorted((path if exists else path.parent).glob("*/checkpoint.pt"), key=os.path.getmtime)
+    runs = f"*__{Path(__file__).stem}__*" if option == "resume" else "*"  # a run is resumed by the script that began it
+    found = sorted((path if exists else path.parent).glob(f"{runs}/checkpoint.pt"), key=os.path.getmtime)
     hint = f"; the newest run there that can be: {found[-1].parent}" if found else ""
     refuse(f"{flag(option)} {place}: {'no checkpoint in it' if exists else 'does not exist'}{hint}")
 
@@ -1244,7 +1247,7 @@ class RunLog:
         if speed and len(self.marks) == 2 and self.on_cpu and (hours := (self.total - step) / speed / 3600) > 2:
             say(
                 f"no GPU in use: at {speed:.0f} steps/s this run takes about {hours:.0f} hours; "
-                'the README has a command of laptop size under "On a laptop"'
+                'the README has one of ten minutes, under "Ten minutes on two cores"'
             )
         divergence = metrics["abs/divergence_mean"]
         state = {
@@ -1309,9 +1312,13 @@ class SilentLog(contextlib.nullcontext):
 
 def announce(args, device: torch.device) -> None:
     """Start-up lines: what runs where, and what the next seconds are spent on."""
-    where = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+    threads = torch.get_num_threads()
+    where = f"CPU, {threads} thread{'s' * (threads > 1)}"
+    if device.type == "cuda":
+        where = torch.cuda.get_device_name(device)
+    what = f"around {args.checkpoint}" if getattr(args, "checkpoint", "") else f"{args.total_timesteps:,} steps"
     say(
-        f"{args.env_id}, {args.network} network, seed {args.seed}, {args.total_timesteps:,} steps on {where}\n"
+        f"{args.env_id}, {args.network} network, seed {args.seed}, {what} on {where}\n"
         f"building {args.num_envs} environments{f' in {NUM_RANKS} processes' if NUM_RANKS > 1 else ''}, "
         "about 0.1 s each (Ctrl-C ends this at once) ..."
     )
@@ -1580,11 +1587,12 @@ def main(argv: list[str] | None = None) -> dict:
         raise SystemExit(1) from None
     if args.evaluate:
         return result
-    say(
-        f"{result['global_step']:,} steps, {result['gradient_steps']:,} gradient steps; mean raw score of the last 100 "
-        f"training games {result['episodic_return']:.1f}, of the evaluation {result['eval_return']:.1f}\n"
-        f"tensorboard --logdir {shlex.quote(args.runs_dir)}"
-    )
+    text = f"{result['global_step']:,} steps, {result['gradient_steps']:,} gradient steps"
+    if not math.isnan(result["episodic_return"]):
+        text += f"; mean raw score {result['episodic_return']:.1f} in training (the last 100 games, or fewer)"
+    if not math.isnan(result["eval_return"]):
+        text += f"; {result['eval_return']:.1f} in the evaluation"
+    say(f"{text}\ntensorboard --logdir {shlex.quote(args.runs_dir)}")
     return result
 
 

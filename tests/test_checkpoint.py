@@ -821,6 +821,9 @@ def test_places_without_a_checkpoint(script, run, capsys, tmp_path):
     assert "no checkpoint in it" in refusal(script, capsys, "--resume", str(empty))
     assert "does not exist" in refusal(script, capsys, "--resume", str(tmp_path / "nothing"))
     run_dir = run()["run_dir"]
+    others = tmp_path / "Pong-v5__another_script__1__20260101-000000-abcdef"  # newer, and not for this script
+    others.mkdir()
+    (others / "checkpoint.pt").touch()
     assert f"the newest run there that can be: {run_dir}" in refusal(script, capsys, "--resume", run_dir + "x")
     assert f"the newest run there that can be: {run_dir}" in refusal(script, capsys, "--resume", str(tmp_path))
 

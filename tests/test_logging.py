@@ -3,6 +3,7 @@
 import csv
 import itertools
 import json
+import re
 import sys
 import time
 import types
@@ -139,6 +140,27 @@ def test_plain_lines_where_no_terminal_is(run, clock, capsys):
     assert all(word in lines[-1] for word in ("return ", "divergence ", "T ", "SPS ", "left "))
 
 
+def test_evaluation_gives_signs_of_life(run, clock, capsys):
+    """Its games may take minutes, and the first of them end late."""
+    clock(itertools.count(0, 3).__next__)
+    run("--eval-episodes", "4")
+    found = re.findall(
+        r"(\d) of 4 games; the longest of the others is at step (\d+), of 27,000", capsys.readouterr().err
+    )
+    assert found and all(0 < int(step) < 27_000 for _, step in found)
+
+
+def test_the_last_line_says_what_there_is(script, run, capsys):
+    result = run("--eval-episodes", "2")
+    last = capsys.readouterr().err.splitlines()[-2]
+    assert last.startswith(f"{result['global_step']:,} steps, {result['gradient_steps']:,} gradient steps; ")
+    assert f"score {result['episodic_return']:.1f} in training" in last
+    assert f" {result['eval_return']:.1f} in the evaluation" in last
+    run("--eval-episodes", "0", "--total-timesteps", "64")
+    last = capsys.readouterr().err.splitlines()[-2]
+    assert "gradient steps" in last and "nan" not in last and "evaluation" not in last
+
+
 def test_a_bar_on_a_terminal(run, capsys, monkeypatch):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     run("--eval-episodes", "2")
@@ -150,11 +172,13 @@ def test_a_slow_machine_is_told_how_long_it_will_take(run, clock, capsys):
     """Said when the first speed is known, if it is hours, with the way out."""
     clock(itertools.count(0, 40).__next__)
     run("--eval-episodes", "0")
-    assert "On a laptop" not in capsys.readouterr().err  # minutes
+    assert "Ten minutes" not in capsys.readouterr().err  # minutes
     clock(itertools.count(0, 10_000).__next__)
     run("--eval-episodes", "0")
     err = capsys.readouterr().err
-    assert err.count("On a laptop") == 1 and "hours" in err
+    assert err.count("Ten minutes") == 1 and "hours" in err
+    heading = re.search('under "(.+)"', err)[1]
+    assert f"\n## {heading}\n" in (Path(__file__).parent.parent / "README.md").read_text()
 
 
 def test_weights_and_biases_gets_the_same(script, run, monkeypatch):

@@ -511,6 +511,29 @@ def test_every_panel_of_the_picture_has_its_curves(monkeypatch, tmp_path):
     assert all(word in title for word in ("Pong-v5", "seed 1", "1,100 steps", "dots: measurements"))
 
 
+def test_around_a_model_the_picture_has_bars_instead(monkeypatch, tmp_path):
+    """One measurement is no curve: each bar is one cell of the one row, and a cell that is empty is said to be."""
+    figures = []
+    monkeypatch.setattr(probe.plt, "close", figures.append)
+    row = made_up([0.9], [0.1], (0.4, 0.3))[0] | {"charts/episodic_return": "1"}
+    for i, kind in enumerate(("churn", "total_variation", "js_distance", "value_gap")):
+        row |= {f"rollout/update/{kind}": f"{i / 8}", f"reference/update/{kind}": f"{i / 4}"}
+    args = probe.Args(probe_lengths=(16, 64), num_envs=2, checkpoint="a/model.pt")
+    probe.draw([row], args, tmp_path / "probe.png")
+    probe.draw(
+        [row | {"noise/scale": "", "twins/churn": "", "twins/effective_churn": ""}], args, tmp_path / "probe.png"
+    )
+    heights = [[[bar.get_height() for bar in axis.patches] for axis in figure.axes] for figure in figures]
+    moved, branches, noise, twins = heights[0]
+    assert moved == [0, 1 / 8, 2 / 8, 3 / 8, 0, 1 / 4, 2 / 4, 3 / 4] and branches == []
+    assert noise == [float(row["noise/scale"]), 2 * 32 / 4]
+    assert twins == [float(row["twins/churn"]), float(row["twins/effective_churn"])]
+    assert math.isnan(heights[1][2][0]) and all(math.isnan(height) for height in heights[1][3])
+    assert "not resolved" in figures[1].axes[2].get_xticklabels()[0].get_text()
+    assert "around a/model.pt" in figures[0].get_suptitle() and len(figures[0].axes) == 4  # no axis for the return
+    assert not any("Measuring took" in line for line in probe.summary([row], args))
+
+
 def made_up(churns, gaps, by_length, twins=(3.0, 0.4, 0.1)):
     """Rows of metrics.csv with the cells that the summary reads."""
     return [
