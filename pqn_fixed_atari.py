@@ -709,13 +709,14 @@ def evaluate(
 
 
 def bootstrap_interval(scores, groups, draws: int = 10_000) -> list[float] | None:
-    """95 % percentile bootstrap interval of the mean score, resampling whole groups of equal games; None for one group.
+    """95 % percentile bootstrap interval of the mean score, resampling whole groups of equal games.
 
-    Without sticky actions at most 30 openings exist, so that greedy games repeat, and repeats are no new evidence.
+    Without sticky actions at most 30 openings exist, so that greedy games repeat, and repeats are no new evidence. None
+    for fewer than five groups: of two games it would be the two scores themselves.
     """
     _, groups = np.unique(groups, return_inverse=True)
     sums, counts = np.bincount(groups, scores), np.bincount(groups)
-    if len(sums) < 2:
+    if len(sums) < 5:
         return None
     random, means = np.random.default_rng(0), np.empty(draws)
     for draw in range(draws):
@@ -771,7 +772,9 @@ def evaluate_and_save(q_network: nn.Module, args, run_dir: Path, training_steps:
         "games": games,
     }
     replace_file(run_dir / "eval.json", json.dumps(report, indent=1).encode() + b"\n")
-    interval = "none" if report["interval_95"] is None else "{:.1f} to {:.1f}".format(*report["interval_95"])
+    interval = "none, fewer than five games being different"
+    if report["interval_95"] is not None:
+        interval = "{:.1f} to {:.1f}".format(*report["interval_95"])
     normalized = report["human_normalized"]
     say(
         f"evaluation: mean raw score {report['mean']:.1f}, 95 % interval {interval}; "

@@ -106,6 +106,8 @@ def test_the_bootstrap_resamples_distinct_games(script):
     repeated = script.bootstrap_interval(np.repeat(scores, 10), np.repeat(np.arange(50), 10))
     assert repeated == pytest.approx([low, high])
     assert script.bootstrap_interval(np.full(100, 21.0), np.zeros(100, dtype=int)) is None
+    assert script.bootstrap_interval(scores[:8], np.arange(8) % 4) is None  # too few to say anything
+    assert script.bootstrap_interval(scores[:5], np.arange(5)) is not None
 
 
 def test_the_interval_covers_the_true_mean(script):
