@@ -45,6 +45,8 @@ LABELS = {"arm", "script", "game", "flags"}  # columns that are no numbers
 class Args:
     study: Annotated[Path, tyro.conf.Positional]
     """directory with scores.csv and curves.csv; the results go there, too"""
+    also: tuple[Path, ...] = ()
+    """directories of other studies, whose arms are compared with these"""
     arms: tuple[str, ...] = ()
     """which arms, in this order; if none is named, `improved` and then all others"""
     improved: str = "adaptive"
@@ -251,7 +253,10 @@ def aggregate_table(args: Args, iqm: dict, better: dict, arms: list[str], seeds:
 
 
 def main(args: Args) -> None:
-    scores, curves = read(args.study / "scores.csv"), read(args.study / "curves.csv")
+    scores, curves = (
+        [row for study in (args.study, *args.also) for row in read(study / name)]
+        for name in ("scores.csv", "curves.csv")
+    )
     present = list(dict.fromkeys(row["arm"] for row in scores))
     arms = list(args.arms) or sorted(present, key=lambda arm: arm != args.improved)
     if unknown := set(arms) - set(present):

@@ -110,3 +110,16 @@ def test_tables_and_pictures(study, capsys):
         with Image.open(study / name) as picture:
             colours = {colour for _, colour in picture.convert("RGB").getcolors(picture.width * picture.height)}
         assert {tuple(bytes.fromhex(colour[1:])) for colour in analyse.COLOURS[:3]} <= colours
+
+
+def test_two_studies_side_by_side(study, tmp_path_factory, capsys):
+    """The arms of one directory, moved to another, make the same tables."""
+    pytest.importorskip("rliable")
+    analyse.main(analyse.Args(study=study, reps=50))
+    expected, other = capsys.readouterr().out, tmp_path_factory.mktemp("other")
+    for name in ("scores.csv", "curves.csv"):
+        head, *lines = (study / name).read_text().splitlines(keepends=True)
+        for place, moved in ((study, False), (other, True)):
+            (place / name).write_text(head + "".join(line for line in lines if line.startswith("fixed64") == moved))
+    analyse.main(analyse.Args(study=study, also=(other,), arms=("adaptive", "fixed16", "fixed64"), reps=50))
+    assert sorted(capsys.readouterr().out.splitlines()) == sorted(expected.splitlines())

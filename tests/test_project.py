@@ -234,7 +234,7 @@ def test_flags_and_files_that_the_readme_names_exist():
         fields |= {field.name for field in dataclasses.fields(importlib.import_module(script).Args)}
     switches = {"no_" + name for name in fields}
     own = {"title", "out", "runs", "logdir", "help", "jobs", "rounds", "seconds", "against"}  # of others
-    own |= {"levers", "settings", "no_bf16", "repeats", "arms"}
+    own |= {"levers", "settings", "no_bf16", "repeats", "arms", "also"}
     own |= {"nproc_per_node", "nnodes", "rdzv_backend", "rdzv_endpoint"}  # torchrun's
     own |= {"array", "gpus", "cpus_per_task", "wrap"}  # Slurm's
     for flag in re.findall(r"(?<![\w-])--([a-z][a-z0-9-]+)", README):

@@ -15,6 +15,9 @@ from fake_envpool import Catch, fake_make
 import pqn_abs_atari
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "benchmark"))
+import readme_change  # noqa: E402
+
 README = (ROOT / "README.md").read_text()
 FLAGS = (
     "--num-envs 2 --num-minibatches 2 --eval-episodes 0 --torch-threads 1 --env-threads 1 --divergence-interval 1 "
@@ -26,17 +29,10 @@ def section(title):
     return re.search(rf"(?s)\n## {title}\n(.*?)\n## ", README)[1]
 
 
-def changed(number, tmp_path):
-    """The adaptive script as a module, with the README's change of that number (0 is the first)."""
-    text = Path(pqn_abs_atari.__file__).read_text()
-    change = re.findall(r"(?s)```diff\n(.*?)```", section("How to change it"))[number]
-    for hunk in change.split("@@\n"):
-        lines = hunk.splitlines(keepends=True)
-        old, new = ("".join(line[1:] for line in lines if line[0] in f" {sign}") for sign in "-+")
-        assert text.count(old) == 1 and old != new
-        text = text.replace(old, new)
-    path = tmp_path / f"changed_{number}.py"
-    path.write_text(text)
+def changed(title, tmp_path):
+    """The adaptive script as a module, with the README's change of that title."""
+    path = tmp_path / f"{title.split()[-1]}.py"
+    readme_change.main([title, str(path)])
     spec = importlib.util.spec_from_file_location(path.stem, path)
     module = importlib.util.module_from_spec(spec)
     sys.modules[path.stem] = module
@@ -57,28 +53,39 @@ def run(monkeypatch, tmp_path):
     return run
 
 
-def test_there_are_three_changes():
-    assert section("How to change it").count("```diff") == 3
+def test_there_are_three_changes(tmp_path):
+    assert section("How to change it").count("```diff") == len(readme_change.changes()) == 3
+    (tmp_path / "mine.py").write_text("work of hours")
+    for argv in (["Another network"], ["Another game", "x.py"], ["Another network", str(tmp_path / "mine.py")]):
+        with pytest.raises(SystemExit, match="error: "):
+            readme_change.main(argv)
+    assert (tmp_path / "mine.py").read_text() == "work of hours"
+
+
+def test_a_change_that_does_not_fit_is_refused(monkeypatch):
+    monkeypatch.setattr(readme_change, "changes", lambda: {"Mine": "-no such line\n+another\n"})
+    with pytest.raises(ValueError, match="0 times"):
+        readme_change.changed("Mine")
 
 
 def test_another_divergence(run, tmp_path):
     """The same training, in which a flip between actions of nearly equal value no longer counts."""
     held = ["--num-steps-max", "8"]
-    (_, ours), (_, theirs) = run(changed(0, tmp_path), *held), run(pqn_abs_atari, *held)
+    (_, ours), (_, theirs) = run(changed("Another divergence", tmp_path), *held), run(pqn_abs_atari, *held)
     assert [row["losses/td_loss"] for row in ours] == [row["losses/td_loss"] for row in theirs]
     ours, theirs = ([float(row["abs/behavioral_divergence"]) for row in rows] for rows in (ours, theirs))
     assert all(a <= b for a, b in zip(ours, theirs)) and ours != theirs and sum(ours) > 0
 
 
 def test_another_batch_rule(run, tmp_path):
-    _, rows = run(changed(1, tmp_path))
+    _, rows = run(changed("Another batch rule", tmp_path))
     assert len(rows) > 10
     for before, row in itertools.pairwise(rows):
         assert int(row["abs/rollout_length"]) == round(8 + 16 * int(before["global_step"]) / 400)
 
 
 def test_another_network(run, tmp_path):
-    script = changed(2, tmp_path)
+    script = changed("Another network", tmp_path)
     result, rows = run(script)
     parameters = torch.load(f"{result['run_dir']}/model.pt", weights_only=True)["q_network"]
     assert {"value.weight", "advantages.weight"} <= parameters.keys() and "q_values.weight" not in parameters
