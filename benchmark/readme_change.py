@@ -34,6 +34,7 @@ def main(argv: list[str]) -> None:
         raise SystemExit(f"readme_change.py: error: two arguments are needed, {titles}, and the file to write")
     if Path(argv[1]).exists():
         raise SystemExit(f"readme_change.py: error: {argv[1]} is there already")
+    Path(argv[1]).parent.mkdir(parents=True, exist_ok=True)
     Path(argv[1]).write_text(changed(argv[0]))
 
 

@@ -17,6 +17,7 @@ import signal
 import subprocess
 import sys
 import time
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -445,6 +446,17 @@ def test_the_example_is_a_study():
     assert {(cell.game, cell.args.total_timesteps) for cell in cells} == {
         ("KungFuMaster-v5", 200_000), ("RoadRunner-v5", 200_000), ("Pong-v5", 300_000)
     }  # fmt: skip
+
+
+def test_the_change_runs_under_the_same_protocol():
+    """near_free.toml is the adaptive arms of laptop.toml, with another script."""
+    laptop, change = (
+        tomllib.loads((ROOT / "benchmark" / "studies" / name).read_text()) for name in ("laptop.toml", "near_free.toml")
+    )
+    same = {"name": "near_free", "script": "runs/near_free.py"}
+    assert change["arms"] == [arm | same for arm in laptop["arms"] if arm["name"] == "adaptive"]
+    assert all(change[key] == laptop[key] for key in ("games", "seeds")) and "directory" not in change
+    assert change["flags"].split() == laptop["flags"].split()
 
 
 # ----------------------------------------------------------------------------------------------------------------------
