@@ -217,13 +217,17 @@ class EpisodeTracker:
     """
 
     def __init__(self, num_envs: int):
-        self.score = np.zeros(num_envs)
+        self.score, self.lives = np.zeros(num_envs), np.zeros(num_envs, dtype=np.int64)
         self.length = np.zeros(num_envs, dtype=np.int64)  # [steps]
 
-    def step(self, raw_reward, reset_row, game_over, truncated) -> list[tuple[int, float, int]]:
+    def step(self, raw_reward, reset_row, game_over, truncated, lives) -> list[tuple[int, float, int]]:
         self.score += raw_reward
         self.length += ~reset_row
-        finished = [(int(i), float(self.score[i]), int(self.length[i])) for i in np.flatnonzero(game_over | truncated)]
+        # A game may end in the no-ops after a lost life. envpool begins the next one without a word, but lives rise.
+        unseen = reset_row & (lives > self.lives) & (self.length > 0)
+        self.lives = lives.copy()
+        ends = np.flatnonzero(game_over | truncated | unseen)
+        finished = [(int(i), float(self.score[i]), int(self.length[i])) for i in ends]
         for i, _, _ in finished:
             self.score[i], self.length[i] = 0.0, 0
         return finished
@@ -459,7 +463,7 @@ def train(args: Args) -> dict:
                 terminal[t] = torch.from_numpy(terminated | game_over)
                 truncated[t] = torch.from_numpy(cut)
                 reset_row[t] = torch.from_numpy(done)
-                finished += episodes.step(info["reward"], done, game_over, cut)
+                finished += episodes.step(info["reward"], done, game_over, cut, info["lives"])
                 done = terminated | cut
                 global_step += args.num_envs
 
@@ -690,11 +694,14 @@ def evaluate(
             explore = random.random(num_envs) < epsilon
             actions[explore] = random.integers(num_actions, size=explore.sum())
             obs, _, terminated, truncated, info = envs.step(actions)
+            game_over = info["terminated"].astype(bool)
+            finished = tracker.step(info["reward"], done, game_over, truncated, info["lives"])
             if recording_on:
-                ended = bool(info["terminated"][0] or truncated[0])
-                recording.append((actions[0], done[0], info["reward"][0], info["ram"][0].copy(), ended))
-                recording_on = not ended
-            for i, score, length in tracker.step(info["reward"], done, info["terminated"].astype(bool), truncated):
+                recording_on = 0 not in [i for i, _, _ in finished]
+                if recording_on or not done[0]:  # else the game had ended before this row, unseen
+                    row = (actions[0], done[0], info["reward"][0], info["ram"][0].copy(), not recording_on)
+                    recording.append(row)
+            for i, score, length in finished:
                 if games_left[i]:
                     games.append({"environment": i, "score": score, "length": length, "fingerprint": fingerprints[i]})
                     games_left[i] -= 1
@@ -829,6 +836,8 @@ class Emulator:
                     found.append(self.ale.cloneState())
                 self.ale.restoreState(here)
             self.ale.act(Action.NOOP)
+            if self.ale.game_over():  # envpool then begins the next game, and goes on with the no-ops
+                self.ale.reset_game()
         return found + without_fire
 
     def play(self, action: int, raw_reward: float, ram) -> str:
@@ -847,10 +856,13 @@ class Emulator:
             if self.game_ended:
                 self.ale.reset_game()
                 self.score, self.steps = 0.0, 0
+            lives = self.ale.lives()
             self.openings, self.rows = self.find_openings(ram), []
             difference = "" if self.openings else "their RAM"
             if self.openings:
                 self.ale.restoreState(self.openings.pop(0))
+                if self.ale.lives() > lives:  # the game has ended in the no-ops
+                    self.score, self.steps = 0.0, 0
         else:
             self.steps += 1
             self.rows.append((action, raw_reward, ram.copy()))

@@ -9,6 +9,7 @@ import envpool
 import numpy as np
 import pytest
 import torch
+from ale_py import Action
 from fake_envpool import Catch, CueGame, Row, ScriptedGame, fake_make
 from PIL import Image
 
@@ -291,6 +292,38 @@ def test_the_referee_follows_from_game_to_game(abs_script):
             assert emulator.steps == info["elapsed_step"][0]
         done = bool(terminated[0] or truncated[0])
     assert ends.count(True) >= 3
+
+
+def test_a_game_that_ends_in_the_no_ops_after_a_lost_life(abs_script):
+    """RoadRunner's last life: the game is over some 24 frames after it is lost, and envpool may not show that row."""
+    q_network, recording = abs_script.QNetwork(18), []
+    with contextlib.closing(abs_script.make_envs(abs_script.Args(env_id="RoadRunner-v5"), [8])) as envs:
+        (first,) = abs_script.evaluate(q_network, envs, 1, 1, 1.0, 3, recording)
+        rom = envs.spec.config.task
+    assert first["length"] == 131 and not recording[-1][4]
+    assert len(recording) == first["length"] + sum(reset_row for _, reset_row, *_ in recording)
+    emulator = abs_script.Emulator(rom, False)
+    for row in recording:
+        emulator.follow(*row)
+    assert (emulator.score, emulator.steps) == (first["score"], first["length"])
+    assert not emulator.ale.game_over()
+    for _ in range(30):
+        emulator.ale.act(Action.NOOP)
+    assert emulator.ale.game_over()
+    # The referee finds the opening of the next game behind the no-ops that ended this one.
+    with contextlib.closing(abs_script.make_envs(abs_script.Args(env_id="RoadRunner-v5"), [8])) as envs:
+        emulator, random = abs_script.Emulator(rom, False), np.random.default_rng(0)
+        emulator.follow(0, True, 0.0, envs.reset()[1]["ram"][0], False)
+        done, over, begun = False, False, []
+        for _ in range(90):
+            action = int(random.integers(18))
+            _, _, terminated, _, info = envs.step(np.array([action]))
+            lives = emulator.ale.lives()
+            emulator.follow(action, done, info["reward"][0], info["ram"][0], bool(info["terminated"][0]))
+            if done and not over and emulator.ale.lives() > lives:
+                begun.append(emulator.steps)
+            done, over = bool(terminated[0]), bool(info["terminated"][0])
+    assert begun == [0] and 0 < emulator.steps < 90
 
 
 @pytest.mark.parametrize(("game", "seed"), [("Qbert-v5", 1), ("Klax-v5", 0)])

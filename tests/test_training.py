@@ -260,12 +260,28 @@ def test_a_game_of_three_lives_is_one_episode(script, run):
 def test_episode_tracker_by_hand(script):
     """Two environments; the second ends twice, the first is cut once."""
     tracker = script.EpisodeTracker(2)
-    no, yes = np.array([False, False]), np.array([True, True])
-    assert tracker.step(np.array([1.0, 2.0]), no, no, no) == []
-    assert tracker.step(np.array([1.0, 3.0]), no, np.array([False, True]), no) == [(1, 5.0, 2)]
-    assert tracker.step(np.array([1.0, 0.0]), np.array([False, True]), no, np.array([True, False])) == [(0, 3.0, 3)]
-    assert tracker.step(np.array([0.0, 4.0]), np.array([True, False]), no, no) == []
-    assert tracker.step(np.array([2.0, 0.0]), no, yes, no) == [(0, 2.0, 1), (1, 4.0, 2)]
+    no, yes, lives = np.array([False, False]), np.array([True, True]), np.array([3, 3])
+    assert tracker.step(np.array([1.0, 2.0]), no, no, no, lives) == []
+    assert tracker.step(np.array([1.0, 3.0]), no, np.array([False, True]), no, np.array([2, 0])) == [(1, 5.0, 2)]
+    cut, began = np.array([True, False]), np.array([False, True])
+    assert tracker.step(np.array([1.0, 0.0]), began, no, cut, np.array([2, 3])) == [(0, 3.0, 3)]
+    assert tracker.step(np.array([0.0, 4.0]), cut, no, no, lives) == []
+    assert tracker.step(np.array([2.0, 0.0]), no, yes, no, np.array([0, 0])) == [(0, 2.0, 1), (1, 4.0, 2)]
+
+
+def test_a_game_that_ends_unseen(script, run):
+    """In the no-ops after a lost life: envpool's next row is of a new game, and nothing but its lives says so."""
+
+    class EndsUnseen(ScriptedGame):
+        def _resume(self, who):
+            self.lives[who] = np.where(self.lives[who] == 1, self.full_lives, self.lives[who])
+
+    game = [Row(4, lives=2), Row(3, lives=1), Row(2, lives=3), Row(1, lives=0, terminated=True)]
+    flags = [*length_flags(script, 7), "--num-envs", "1", "--total-timesteps", "7"]
+    result = run(script, EndsUnseen, *flags, scripts=[game], full_lives=3)
+    (row,) = metrics(result["run_dir"])
+    assert row["charts/games"] == "2" and float(row["charts/episodic_length"]) == 2
+    assert result["episodic_return"] == 5  # the mean of 4 + 3 and 2 + 1; an extra life in play is no new game
 
 
 # ----------------------------------------------------------------------------------------------------------------------
