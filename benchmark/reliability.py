@@ -273,7 +273,43 @@ def openings(num_envs: int = 8, steps: int = 200, out: Path | None = None) -> No
     assert not mismatches
 
 
+def unseen(games: int = 5, frames: int = 20_000, out: Path | None = None) -> None:
+    """Titles in which a game may end in the no-ops after a lost life, which envpool does not show; random, in ale-py.
+
+    Args:
+        games: of each title, at most
+        frames: of each title, at most
+        out: JSON to write
+    """
+    registry = pqn_fixed_atari.envpool.registration.registry.specs
+    titles = sorted(name for name, (module, *_) in registry.items() if module == "envpool.atari")
+    random_actions, found, lives_lost, finished = np.random.default_rng(0), {}, 0, 0
+    for env_id in titles:
+        emulator = pqn_fixed_atari.Emulator(pqn_fixed_atari.envpool.make_spec(env_id).config.task, False)
+        ale, ended, ends = emulator.ale, 0, []  # ends: after how many no-ops the game was over
+        while ended < games and ale.getFrameNumber() < frames:
+            ale.reset_game()
+            while not ale.game_over() and ale.getFrameNumber() < frames:
+                lives = ale.lives()
+                emulator.act(random_actions.integers(len(emulator.buttons)))
+                if ale.lives() < lives and not ale.game_over():
+                    lives_lost, here = lives_lost + 1, ale.cloneState()
+                    for number in range(1, 31):
+                        ale.act(pqn_fixed_atari.Action.NOOP)
+                        if ale.game_over():
+                            ends.append(number)
+                            break
+                    ale.restoreState(here)
+            ended += ale.game_over()
+        finished += ended
+        if ends:
+            found[env_id] = ends
+        print(f"{env_id}: {ended} games, {ends or 'none'}", file=sys.stderr, flush=True)
+    write(out, {"titles": len(titles), "games": finished, "lives_lost": lives_lost, "over_after_no_ops": found})
+
+
 if __name__ == "__main__":
     tyro.extras.subcommand_cli_from_dict(
-        {"kills": kills, "memory": memory, "steadiness": steadiness, "referee": referee, "openings": openings}
-    )
+        {"kills": kills, "memory": memory, "steadiness": steadiness, "referee": referee, "openings": openings,
+         "unseen": unseen}
+    )  # fmt: skip
