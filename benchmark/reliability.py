@@ -4,12 +4,14 @@
     python benchmark/reliability.py memory --out benchmark/results/reliability/memory.csv
     python benchmark/reliability.py referee --out benchmark/results/reliability/referee.json
     python benchmark/reliability.py openings --out benchmark/results/reliability/openings.json
+    python benchmark/reliability.py unseen --out benchmark/results/reliability/unseen.json
 
 kills    100 times: start or resume a run of Pong, SIGKILL it at a random moment or in the middle of a write, and see
          what it has left. Some 20 minutes.
 memory   resident memory of one training run over two hours, from minute ten on; `steadiness` is its second half alone.
 referee  whole games of several titles, played by an untrained network and at random, replayed in ale-py's own emulator.
 openings the first 200 steps of every title that envpool has, eight times each, replayed in the same way.
+unseen   titles in which a game may end in the no-ops after a lost life, where envpool does not show it.
 
 Each prints what it finds, and ends with an error where something is not as it should be. Run from the repository root.
 """
