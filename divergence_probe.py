@@ -1381,8 +1381,8 @@ def evaluate(
 def bootstrap_interval(scores, groups, draws: int = 10_000) -> list[float] | None:
     """95 % percentile bootstrap interval of the mean score, resampling whole groups of equal games.
 
-    Without sticky actions at most 30 openings exist, so that greedy games repeat, and repeats are no new evidence. None
-    for fewer than five groups: of two games it would be the two scores themselves.
+    Without sticky actions greedy games repeat (of one life there are at most 30 openings), and repeats are no new
+    evidence. None for fewer than five groups: of two games it would be the two scores themselves.
     """
     _, groups = np.unique(groups, return_inverse=True)
     sums, counts = np.bincount(groups, scores), np.bincount(groups)
@@ -1925,7 +1925,7 @@ class RunLog:
         if speed and len(self.marks) == 2 and self.on_cpu and (hours := (self.total - step) / speed / 3600) > 2:
             say(
                 f"no GPU in use: at {speed:.0f} steps/s this run takes about {hours:.0f} hours; "
-                'the README has one of ten minutes, under "Ten minutes on two cores"'
+                'the README has a smaller one, under "Half an hour on two cores"'
             )
         divergence = metrics["abs/divergence_mean"]
         state = {

@@ -29,7 +29,7 @@ One iteration, with N parallel environments and rollouts of T steps:
       adapt    from the 10th delta on: d = clip(mean of the last 20, 0.05, 0.95)
                T_target = T_max - (T_max - T_min) * ln(d / 0.05) / ln(0.95 / 0.05)             eqs. 4, 5
                T <- clip(0.9 * T + 0.1 * T_target, T_min, T_max), from T_min, not rounded      eq. 9
-               E = max(2, floor(2 * T / 32))                                                   eq. 10
+               E = max(2, floor(2 * T / 32)), with T rounded as in the next rollout            eq. 10
 
 Shapes: T steps per rollout (the paper's L), N environments, A actions, B = T * N rows, M measured states.
 A "step" is one agent decision, a "frame" one emulator frame; 1 step = 4 frames.
@@ -760,8 +760,8 @@ def evaluate(
 def bootstrap_interval(scores, groups, draws: int = 10_000) -> list[float] | None:
     """95 % percentile bootstrap interval of the mean score, resampling whole groups of equal games.
 
-    Without sticky actions at most 30 openings exist, so that greedy games repeat, and repeats are no new evidence. None
-    for fewer than five groups: of two games it would be the two scores themselves.
+    Without sticky actions greedy games repeat (of one life there are at most 30 openings), and repeats are no new
+    evidence. None for fewer than five groups: of two games it would be the two scores themselves.
     """
     _, groups = np.unique(groups, return_inverse=True)
     sums, counts = np.bincount(groups, scores), np.bincount(groups)
@@ -1304,7 +1304,7 @@ class RunLog:
         if speed and len(self.marks) == 2 and self.on_cpu and (hours := (self.total - step) / speed / 3600) > 2:
             say(
                 f"no GPU in use: at {speed:.0f} steps/s this run takes about {hours:.0f} hours; "
-                'the README has one of ten minutes, under "Ten minutes on two cores"'
+                'the README has a smaller one, under "Half an hour on two cores"'
             )
         divergence = metrics["abs/divergence_mean"]
         state = {

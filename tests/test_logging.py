@@ -172,11 +172,11 @@ def test_a_slow_machine_is_told_how_long_it_will_take(run, clock, capsys):
     """Said when the first speed is known, if it is hours, with the way out."""
     clock(itertools.count(0, 40).__next__)
     run("--eval-episodes", "0")
-    assert "Ten minutes" not in capsys.readouterr().err  # minutes
+    assert "Half an hour" not in capsys.readouterr().err  # minutes
     clock(itertools.count(0, 10_000).__next__)
     run("--eval-episodes", "0")
     err = capsys.readouterr().err
-    assert err.count("Ten minutes") == 1 and "hours" in err
+    assert err.count("Half an hour") == 1 and "hours" in err
     heading = re.search('under "(.+)"', err)[1]
     assert f"\n## {heading}\n" in (Path(__file__).parent.parent / "README.md").read_text()
 
