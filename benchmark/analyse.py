@@ -120,13 +120,10 @@ def runs_of(curves: list[dict], window: int) -> dict[tuple[str, str], dict[str, 
 
 def intervals(scores: dict, statistic, reps: int) -> tuple[dict, dict]:
     """Point estimates, and intervals (2, ...), of rliable's stratified bootstrap; the same at every call."""
-    import warnings
-
     from rliable import library
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # rliable's way of handing over a RandomState
-        return library.get_interval_estimates(scores, statistic, reps=reps, random_state=np.random.RandomState(0))
+    np.random.seed(0)  # rliable 1.2.0 draws from numpy's global generator, whatever random_state it is given
+    return library.get_interval_estimates(scores, statistic, reps=reps)
 
 
 def mean_of_runs(runs: np.ndarray, reps: int) -> tuple[np.ndarray, np.ndarray]:
@@ -238,7 +235,8 @@ def draw_aggregates(args: Args, iqm: dict, better: dict, arms: list[str]) -> Non
 
 def aggregate_table(args: Args, iqm: dict, better: dict, arms: list[str], seeds: int, games: list[str]) -> list[str]:
     """Markdown, a line for each arm."""
-    lines = ["", f"Over {len(games)} games and {seeds} seeds each:", "",
+    shown = ", ".join(game.removesuffix("-v5") for game in games)
+    lines = ["", f"Over {shown}, {seeds} seeds each:", "",
              "| arm | " + " | ".join(f"interquartile mean, human-normalised, {label}" for label in iqm) + " | "
              + " | ".join(f"P({args.improved} is better), {label}" for label in better) + " |",
              "|" + "---|" * (1 + len(iqm) + len(better))]  # fmt: skip
@@ -266,12 +264,16 @@ def main(args: Args) -> None:
     games = list(dict.fromkeys(row["game"] for row in scores))
     normalise(scores)
     lines = score_table(args, scores, arms, games)
-    complete = [game for game in games if {row["arm"] for row in scores if row["game"] == game} == set(arms)]
-    seeds = len(by_arm(scores, "eval_mean", arms, complete)[arms[0]]) if complete else 0
-    if seeds > 1:  # of one seed there is no interval
+    # Of an unfinished study, the games in which all arms have the most seeds in common.
+    common = {game: len(by_arm(scores, "eval_mean", arms, [game])[arms[0]]) for game in games}
+    seeds = max(common.values())
+    complete = [game for game in games if common[game] == seeds]
+    if seeds > 1:
         iqm, better = aggregates(args, scores, arms, complete)
         lines += aggregate_table(args, iqm, better, arms, seeds, complete)
         draw_aggregates(args, iqm, better, arms)
+    else:  # of one seed there is no interval
+        lines += ["", "No aggregates: in no game have all of these arms two seeds in common (--arms names fewer)."]
     hours = sum(number(row["wall_clock"]) for row in scores) / 3600
     steps = sum(int(row["steps"]) for row in scores)
     lines += ["", f"{len(scores)} runs, {steps:,} steps, {hours:.1f} hours of one core (training alone)."]

@@ -105,6 +105,7 @@ def test_tables_and_pictures(study, capsys):
     assert re.search(r"4\.7 \(4\.[45] to 5\.[01]\) \| 8\.2 .* \| 82% .81% to 83%. \| 32 \| 500 \| 0\.50 \|$", pong)
     (aggregate,) = [line for line in lines if line.startswith("| fixed64 |")]
     assert "| 52% (51% to 53%) | 62% (61% to 63%) | 1.00 (1.00 to 1.00) | 1.00 (1.00 to 1.00) |" in aggregate
+    assert "Over Pong, Breakout, 3 seeds each:" in lines
     assert lines[-1] == "18 runs, 18,000 steps, 9.0 hours of one core (training alone)."
     for name in ("curves.png", "aggregate.png"):
         with Image.open(study / name) as picture:
@@ -123,3 +124,17 @@ def test_two_studies_side_by_side(study, tmp_path_factory, capsys):
             (place / name).write_text(head + "".join(line for line in lines if line.startswith("fixed64") == moved))
     analyse.main(analyse.Args(study=study, also=(other,), arms=("adaptive", "fixed16", "fixed64"), reps=50))
     assert sorted(capsys.readouterr().out.splitlines()) == sorted(expected.splitlines())
+
+
+def test_an_unfinished_study(study, capsys):
+    """Aggregates are over the games in which all arms have most seeds; with one seed each there are none."""
+    pytest.importorskip("rliable")
+    lines = (study / "scores.csv").read_text().splitlines(keepends=True)
+    (study / "scores.csv").write_text("".join(line for line in lines if "x.py,Pong-v5,3" not in line))
+    analyse.main(analyse.Args(study=study, reps=50))
+    assert "Over Breakout, 3 seeds each:" in capsys.readouterr().out
+    (study / "scores.csv").write_text(
+        "".join(line for line in lines if re.search("x.py,[a-zA-Z0-9-]+,[23],", line) is None)
+    )
+    analyse.main(analyse.Args(study=study, reps=50))
+    assert "No aggregates" in capsys.readouterr().out
