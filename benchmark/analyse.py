@@ -141,7 +141,9 @@ def draw_curves(args: Args, curves: list[dict], arms: list[str], games: list[str
     for (row, (name, label)), (column, game) in itertools.product(enumerate(PANELS.items()), enumerate(games)):
         axis = axes[row, column]
         if name == "return":
-            axis.set_title(game.removesuffix("-v5"), fontsize=10)
+            seeds = sorted({len(runs[arm, game]["games"]) for arm in arms if (arm, game) in runs})
+            n = " to ".join(map(str, sorted({seeds[0], seeds[-1]})))
+            axis.set_title(f"{game.removesuffix('-v5')} (n = {n})", fontsize=10)
         for arm, colour, dashes in zip(arms, itertools.cycle(COLOURS), itertools.cycle(DASHES)):
             found = runs.get((arm, game))
             if found is None:
@@ -149,7 +151,7 @@ def draw_curves(args: Args, curves: list[dict], arms: list[str], games: list[str
             there = ~np.isnan(found[name]).any(axis=0)
             mean, (low, high) = mean_of_runs(found[name][:, there], args.reps)
             steps = found["global_step"][there] / 1000
-            axis.plot(steps, mean, color=colour, linestyle=dashes, lw=1.5, label=f"{arm} (n = {len(found[name])})")
+            axis.plot(steps, mean, color=colour, linestyle=dashes, lw=1.5, label=arm)
             axis.fill_between(steps, low, high, color=colour, alpha=0.15, lw=0)
         axis.grid(alpha=0.3)
         axis.tick_params(labelsize=8)

@@ -219,6 +219,14 @@ def test_the_probes_glossary_is_what_the_probe_measures():
         assert f"`{word}`" in text, word
 
 
+def test_the_results_are_those_of_the_study():
+    """The README's two tables of the study are summary.md's, line by line."""
+    summary = (ROOT / "benchmark" / "results" / "laptop" / "summary.md").read_text()
+    for head in ("| game | arm | seeds |", "| arm | interquartile mean,"):
+        shown = re.search(rf"(?m)^{re.escape(head)}.*\n(?:\|.*\n)+", README).group()
+        assert len(shown.splitlines()) > 5 and shown in summary
+
+
 def test_deviations_in_the_code_and_in_the_readme_agree():
     """The function that holds a DEVIATION comment is named in the README's table, and the other way round."""
     marked = set()
