@@ -1067,27 +1067,30 @@ def column(rows: list[dict], *names: str) -> list[tuple[float, ...]]:
     ]
 
 
+BLUE, RED, GREEN, PINK = "#0072B2", "#D55E00", "#009E73", "#CC79A7"  # Okabe and Ito: for all eyes, and in grey
+
+
+def bars(axis, groups: dict[str, dict[str, float]], number: str = "%.3g") -> None:
+    """One group of bars on an axis for each name, and in it one bar for each of its values by label (two at most)."""
+    series = list(dict.fromkeys(label for bars_of in groups.values() for label in bars_of))
+    width = 0.8 / max(1, len(series))
+    for i, (label, colour) in enumerate(zip(series, (BLUE, RED))):
+        places = [place + (i - (len(series) - 1) / 2) * width for place in range(len(groups))]
+        heights = [bars_of.get(label, math.nan) for bars_of in groups.values()]
+        drawn = axis.bar(places, heights, 0.9 * width, color=colour, label=label if len(series) > 1 else None)
+        axis.bar_label(drawn, ["-" if math.isnan(height) else number % height for height in heights])
+    axis.set_xticks(range(len(groups)), list(groups))
+    axis.margins(y=0.15)
+
+
 def draw(rows: list[dict], args: Args, path: Path) -> None:
     """Four panels: divergence and return, divergence against batch size, noise scale and batch, churn and twins.
 
     Curves over a run; bars where one iteration was measured, around a saved model.
     """
-    blue, red, green, pink = "#0072B2", "#D55E00", "#009E73", "#CC79A7"  # Okabe and Ito: for all eyes, and in grey
     N = args.num_envs
     figure, ((time_axis, batch_axis), (noise_axis, twin_axis)) = plt.subplots(2, 2, figsize=(11, 8))
     figure.set_layout_engine("constrained")
-
-    def bars(axis, groups: dict[str, dict[str, float]], number="%.3g"):
-        """One group of bars for each name on the x axis, with a bar for each of the colours."""
-        series = list(dict.fromkeys(label for bars_of in groups.values() for label in bars_of))
-        width = 0.8 / max(1, len(series))
-        for i, (label, colour) in enumerate(zip(series, (blue, red))):
-            places = [place + (i - (len(series) - 1) / 2) * width for place in range(len(groups))]
-            heights = [bars_of.get(label, math.nan) for bars_of in groups.values()]
-            drawn = axis.bar(places, heights, 0.9 * width, color=colour, label=label if len(series) > 1 else None)
-            axis.bar_label(drawn, ["-" if math.isnan(height) else number % height for height in heights])
-        axis.set_xticks(range(len(groups)), list(groups))
-        axis.margins(y=0.15)
 
     def curve(axis, name, label, colour, scale=1.0, over=5, style="-"):
         """Dots are measurements, the line the mean of the last five of them."""
@@ -1111,10 +1114,10 @@ def draw(rows: list[dict], args: Args, path: Path) -> None:
                          for kind, shown in kinds.items()})  # fmt: skip
         time_axis.set(ylabel="divergence", title="How far one update moves the policy")
     else:
-        curve(time_axis, "rollout/update/churn", "churn, one update", blue)
-        curve(time_axis, "rollout/window/churn", f"churn, {args.probe_window} iterations", red)
-        curve(time_axis, "rollout/early_after/churn", "churn since the early policy", green)
-        curve(time_axis, "rollout/update/value_gap", "value gap, one update [std of Q]", pink)
+        curve(time_axis, "rollout/update/churn", "churn, one update", BLUE)
+        curve(time_axis, "rollout/window/churn", f"churn, {args.probe_window} iterations", RED)
+        curve(time_axis, "rollout/early_after/churn", "churn since the early policy", GREEN)
+        curve(time_axis, "rollout/update/value_gap", "value gap, one update [std of Q]", PINK)
         time_axis.set(ylabel="divergence (rollout states)", title="How far the policy moves", ylim=(0, None))
     if returns and not args.checkpoint:
         steps, scores = zip(*returns)
@@ -1150,13 +1153,13 @@ def draw(rows: list[dict], args: Args, path: Path) -> None:
         bars(twin_axis, {"churn": {"": measured("twins/churn")},
                          "effective churn:\nother effects only": {"": measured("twins/effective_churn")}})  # fmt: skip
     else:
-        curve(noise_axis, "noise/scale", "gradient noise scale", blue, over=1)
-        curve(noise_axis, "probe/abs_batch_size", "minibatch of ABS", red, scale=1 / args.num_minibatches, over=1)
+        curve(noise_axis, "noise/scale", "gradient noise scale", BLUE, over=1)
+        curve(noise_axis, "probe/abs_batch_size", "minibatch of ABS", RED, scale=1 / args.num_minibatches, over=1)
         noise_axis.axhline(minibatch, color="grey", linestyle="--", label="minibatch of this run")
         noise_axis.set_yscale("log")
         noise_axis.set(title="Noise scale, and the minibatch by divergence")
-        curve(twin_axis, "twins/churn", "churn", blue)
-        curve(twin_axis, "twins/effective_churn", "effective churn: other effects only", red)
+        curve(twin_axis, "twins/churn", "churn", BLUE)
+        curve(twin_axis, "twins/effective_churn", "effective churn: other effects only", RED)
     effects_seen = [value for _, value in column(rows, "twins/distinct_effects")]
     of_all = f": {np.mean(effects_seen):.1f} distinct effects a state" if effects_seen else ": not looked for"
     twin_axis.set(ylabel="share of states, one update", title="Twins" + of_all, ylim=(0, None))
