@@ -135,7 +135,7 @@ def mean_of_runs(runs: np.ndarray, reps: int) -> tuple[np.ndarray, np.ndarray]:
 def draw_curves(args: Args, curves: list[dict], arms: list[str], games: list[str]) -> None:
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(8.3, 6.4), layout="constrained")
+    figure = Figure(figsize=(min(8.3, 3.2 + 1.8 * len(games)), 6.4), layout="constrained")
     axes = figure.subplots(len(PANELS), len(games), sharex="col", squeeze=False)
     runs = runs_of(curves, args.window)
     for (row, (name, label)), (column, game) in itertools.product(enumerate(PANELS.items()), enumerate(games)):
@@ -162,7 +162,7 @@ def draw_curves(args: Args, curves: list[dict], arms: list[str], games: list[str
         if name == "rollout_length":
             axis.set_ylim(bottom=0)
             axis.set_xlabel("thousand steps (1 step = 4 frames)", fontsize=8)
-    figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False,
+    figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=5, frameon=False,
                   fontsize=9)  # fmt: skip
     if args.title:
         figure.suptitle(args.title, fontsize=10)
@@ -207,10 +207,10 @@ def aggregates(args: Args, scores: list[dict], arms: list[str], games: list[str]
     return iqm, better
 
 
-def draw_aggregates(args: Args, iqm: dict, better: dict, arms: list[str]) -> None:
+def draw_aggregates(args: Args, iqm: dict, better: dict, arms: list[str], seeds: int, games: list[str]) -> None:
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(8.3, 0.6 + 0.35 * len(arms)), layout="constrained")
+    figure = Figure(figsize=(8.3, 1.2 + 0.35 * len(arms)), layout="constrained")
     left, right = figure.subplots(1, 2, width_ratios=[1, 1])
     for axis, found, title in (
         (left, iqm, "interquartile mean, human-normalised"),
@@ -232,6 +232,10 @@ def draw_aggregates(args: Args, iqm: dict, better: dict, arms: list[str]) -> Non
     left.legend(frameon=False, fontsize=8)
     right.axvline(0.5, color="black", lw=0.8, ls="--")
     right.set_xlim(-0.03, 1.03)
+    shown = ", ".join(game.removesuffix("-v5") for game in games)
+    figure.supxlabel(f"{shown}; n = {seeds}; 95 % bootstrap intervals", fontsize=8)
+    if args.title:
+        figure.suptitle(args.title, fontsize=10)
     figure.savefig(args.study / f"{args.prefix}aggregate.png", dpi=150)
 
 
@@ -262,6 +266,8 @@ def main(args: Args) -> None:
     if unknown := set(arms) - set(present):
         print(f"analyse.py: error: --arms {' '.join(sorted(unknown))}: there are {' '.join(present)}", file=sys.stderr)
         raise SystemExit(2)
+    runs, hours = len(scores), sum(number(row["wall_clock"]) for row in scores) / 3600
+    steps = sum(int(row["steps"]) for row in scores)
     scores = [row for row in scores if row["arm"] in arms]
     games = list(dict.fromkeys(row["game"] for row in scores))
     normalise(scores)
@@ -273,12 +279,10 @@ def main(args: Args) -> None:
     if seeds > 1:
         iqm, better = aggregates(args, scores, arms, complete)
         lines += aggregate_table(args, iqm, better, arms, seeds, complete)
-        draw_aggregates(args, iqm, better, arms)
+        draw_aggregates(args, iqm, better, arms, seeds, complete)
     else:  # of one seed there is no interval
         lines += ["", "No aggregates: in no game have all of these arms two seeds in common (--arms names fewer)."]
-    hours = sum(number(row["wall_clock"]) for row in scores) / 3600
-    steps = sum(int(row["steps"]) for row in scores)
-    lines += ["", f"{len(scores)} runs, {steps:,} steps, {hours:.1f} hours of one core (training alone)."]
+    lines += ["", f"Of all arms: {runs} runs, {steps:,} steps, {hours:.1f} hours of one core (training alone)."]
     (args.study / f"{args.prefix}summary.md").write_text("\n".join(lines) + "\n")
     print("\n".join(lines))
     draw_curves(args, curves, arms, games)

@@ -106,7 +106,7 @@ def test_tables_and_pictures(study, capsys):
     (aggregate,) = [line for line in lines if line.startswith("| fixed64 |")]
     assert "| 52% (51% to 53%) | 62% (61% to 63%) | 1.00 (1.00 to 1.00) | 1.00 (1.00 to 1.00) |" in aggregate
     assert "Over Pong, Breakout, 3 seeds each:" in lines
-    assert lines[-1] == "18 runs, 18,000 steps, 9.0 hours of one core (training alone)."
+    assert lines[-1] == "Of all arms: 18 runs, 18,000 steps, 9.0 hours of one core (training alone)."
     for name in ("curves.png", "aggregate.png"):
         with Image.open(study / name) as picture:
             colours = {colour for _, colour in picture.convert("RGB").getcolors(picture.width * picture.height)}
