@@ -220,11 +220,16 @@ def test_the_probes_glossary_is_what_the_probe_measures():
 
 
 def test_the_results_are_those_of_the_study():
-    """The README's two tables of the study are summary.md's, line by line."""
-    summary = (ROOT / "benchmark" / "results" / "laptop" / "summary.md").read_text()
+    """The README's tables of the study are those of analyse.py's summaries, line by line, and none is left out."""
+    folder = ROOT / "benchmark" / "results" / "laptop"
+    summaries = {path.name: path.read_text() for path in folder.glob("*summary.md")}
+    shown = []
     for head in ("| game | arm | seeds |", "| arm | interquartile mean,"):
-        shown = re.search(rf"(?m)^{re.escape(head)}.*\n(?:\|.*\n)+", README).group()
-        assert len(shown.splitlines()) > 5 and shown in summary
+        for table in re.findall(rf"(?m)^{re.escape(head)}.*\n(?:\|.*\n)+", README):
+            assert len(table.splitlines()) > 3
+            shown += [name for name, text in summaries.items() if table in text]
+            assert any(table in text for text in summaries.values()), table
+    assert set(shown) == set(summaries) >= {"summary.md", "near_free_summary.md", "large_summary.md"}
 
 
 def test_deviations_in_the_code_and_in_the_readme_agree():
@@ -242,7 +247,7 @@ def test_flags_and_files_that_the_readme_names_exist():
         fields |= {field.name for field in dataclasses.fields(importlib.import_module(script).Args)}
     switches = {"no_" + name for name in fields}
     own = {"title", "out", "runs", "logdir", "help", "jobs", "rounds", "seconds", "against"}  # of others
-    own |= {"levers", "settings", "no_bf16", "repeats", "arms", "also"}
+    own |= {"levers", "settings", "no_bf16", "repeats", "arms", "also", "prefix", "improved"}
     own |= {"nproc_per_node", "nnodes", "rdzv_backend", "rdzv_endpoint"}  # torchrun's
     own |= {"array", "gpus", "cpus_per_task", "wrap"}  # Slurm's
     for flag in re.findall(r"(?<![\w-])--([a-z][a-z0-9-]+)", README):
